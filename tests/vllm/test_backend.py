@@ -20,7 +20,7 @@ from engine.backends.vllm.api import backend as backend_module
 from engine.backends.vllm.api import kept_memory
 from engine.backends.vllm.api.backend import VllmBackend, generate_one
 from engine.backends.vllm.api.features import Features
-from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
+from engine.backends.vllm.api.kept_memory import KeptMemory
 from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.worker import ParkingWorker, StockGPUWorker
@@ -33,7 +33,6 @@ from tests.vllm.fake_engine import FINE, POOL, STATUS, FakeEngine, FakeFront
 
 INCARNATION = f"e-{1:016x}"
 BUDGET_S = 60.0
-SHARED = KvChoice(is_shared=True)
 
 
 class World:
@@ -44,7 +43,7 @@ class World:
         self.path, self.file = serving.create(self.directory, INCARNATION)
         self.engine = FakeEngine()
         self.asked = self.engine.asked
-        self.kept = KeptMemory(SHARED)
+        self.kept = KeptMemory(is_shared=True)
         self.backend = self.made(kv=self.kept, seat=serving.ServingSeat(self.path, self.file))
 
     def made(self, *more: Any, **named: Any) -> VllmBackend:
@@ -125,7 +124,9 @@ def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(
     monkeypatch.setattr(backend_module.SelfTest, "run", run)
     monkeypatch.setenv("UNDERSTUDY_FAILURES", str(failures))
     seat = SimpleNamespace()
-    backend = alone.made(None, alone.kept, seat, lambda identity: found, is_tested=True)
+    features = Features()
+    features.is_tested = True
+    backend = alone.made(features, alone.kept, seat, lambda identity: found)
     prepared = asyncio.run(backend.prepare())
     assert prepared.continuation == ("" if why else "an id")
     assert prepared.can_rest == (not why)
@@ -182,11 +183,11 @@ def test_an_invalid_token_fails_the_canary_and_is_reported(alone, token, logprob
 # ---------------------------------------------------------------------- KV memory that is lent
 
 
-def woken(world: World, core: Any = None, problem: str = "", choice: KvChoice = SHARED) -> WokenMsg:
+def woken(world: World, core: Any = None, problem: str = "") -> WokenMsg:
     """With `core` for vLLM's."""
     if core is not None:
         world.engine.engine_core = SimpleNamespace(call_utility_async=core)
-    world.made(kv=KeptMemory(choice, problem))
+    world.made(kv=KeptMemory(problem, is_shared=True))
     return asyncio.run(world.woken())
 
 

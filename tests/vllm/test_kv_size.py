@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from engine.backends.vllm import kv_size, membership, versions
-from engine.backends.vllm.kv_size import check_holds_a_sequence
-from engine.backends.vllm.worker.worker_cpu import CPUWorker
-from engine.backends.vllm.worker.worker_gpu import GPUWorker
+from engine.backends.vllm import core_serving, kv_size, membership
 from plumbing.errors import UsageError
 from plumbing.text import size
 from tests.vllm.ranks import config_of
@@ -74,70 +71,24 @@ def test_what_v2_keeps_for_its_requests_is_said(
 # ---------------------------------------------------------------------- a size that is too small
 
 
-LAYERS, BLOCK = 2, 16
-TOKENS = 256  # of `config_of`
-BLOCK_BYTES = LAYERS * 2 * BLOCK * 2 * 32 * 4  # keys and values, two heads of 32, float32
-NEEDED_BYTES = (TOKENS // BLOCK + 1) * BLOCK_BYTES  # vLLM keeps one block to itself
-
-
-def layers(kind: Any = FullAttentionSpec, **more: Any) -> dict[str, Any]:
-    spec = kind(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32, **more)
-    return {f"layers.{number}": spec for number in range(LAYERS)}
-
-
-@pytest.fixture
-def config(model: Any) -> Any:
-    made = config_of(model, block_size=BLOCK)
-    made.cache_config.kv_cache_layout = "LBHNC"  # what the engine core tells its workers
-    return made
-
-
-def test_size_is_refused_to_the_last_missing_byte(config: Any):
-    """The sentence has both sizes and both ways out; what it asks for is taken, a byte less not."""
-    check_holds_a_sequence(config, layers(), NEEDED_BYTES)
-    for given in (0, 1, NEEDED_BYTES - 1):
-        with pytest.raises(UsageError) as found:
-            check_holds_a_sequence(config, layers(), given)
-        assert (found.value.code, found.value.exit_code) == ("vllm.kv_too_small", 2)
-        details = found.value.details
-        assert (details["given_bytes"], details["needed_bytes"]) == (given, NEEDED_BYTES)
-        for part in (str(given), str(NEEDED_BYTES), f"{TOKENS} tokens", "--max-model-len"):
-            assert part in found.value.message
-
-
-@pytest.mark.parametrize("given", [BLOCK_BYTES, 8 * BLOCK_BYTES, 64 * BLOCK_BYTES])
-def test_answer_is_the_engine_cores_own(config: Any, given: int):
-    """Layers of two kinds, which vLLM groups: refused if, and only if, its core would refuse."""
-    mixed = layers() | {
-        f"windows.{number}": each
-        for number, each in enumerate(layers(SlidingWindowSpec, sliding_window=64).values())
-    }
-    try:
-        versions.get_kv_cache_configs(config, [dict(mixed)], [given])
-        is_enough = True
-    except ValueError:
-        is_enough = False
-    try:
-        check_holds_a_sequence(config, mixed, given)
-    except UsageError as error:
-        assert not is_enough
-        check_holds_a_sequence(config, mixed, error.details["needed_bytes"])
-    else:
-        assert is_enough
-
-
-@pytest.mark.parametrize("kind", [CPUWorker, GPUWorker])
-def test_worker_reports_to_the_supervisor_before_it_measures(
-    config: Any, kind: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_core_whose_cache_holds_no_sequence_reports_to_the_supervisor(
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The engine core asks its workers for sizes first: ours reports the refusal, and raises."""
+    """Goal: the refusal of vLLM's own core is permanent, with our flag. Method: its planning, with
+    workers that have two layers and one byte."""
     told: list[Any] = []
     monkeypatch.setattr(membership, "_member", SimpleNamespace(report=told.append))
-    worker = object.__new__(kind)
-    config.cache_config.kv_cache_memory_bytes = NEEDED_BYTES - 1
-    worker.vllm_config, worker.cache_config = config, config.cache_config
-    worker.model_runner = SimpleNamespace(get_kv_cache_spec=layers)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    config = config_of(model, block_size=16)
+    config.cache_config.kv_cache_layout = "LBHNC"
+    executor = SimpleNamespace(
+        get_kv_cache_specs=lambda: [{"layers.0": spec, "layers.1": spec}],
+        get_supported_kv_cache_layouts=list,
+        set_kv_cache_layout=lambda name: None,
+        determine_available_memory=lambda: [1],
+    )
+    core = SimpleNamespace(model_executor=executor, available_gpu_memory_for_kv_cache=0)
     with pytest.raises(UsageError) as found:
-        worker.determine_available_memory()
-    assert [error.code for error in told] == ["vllm.kv_too_small"]
-    assert told == [found.value]
+        core_serving.EngineCore._initialize_kv_caches(core, config)  # type: ignore[arg-type]  # a stand-in
+    assert (told, found.value.code) == ([found.value], "vllm.kv_too_small")
+    assert "--kv-cache-memory-bytes" in found.value.message

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from vllm.config import VllmConfig
 from vllm.triton_utils import HAS_TRITON
@@ -39,22 +35,6 @@ def test_the_installed_version_is_accepted_and_its_parser_found():
     args = versions.cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(["some-model"])
     versions.cli_args().validate_parsed_serve_args(args)
     assert args.model_tag == "some-model"
-
-
-@pytest.mark.parametrize("is_grouped_before", [False, True], ids=["0.32", "0.33"])
-def test_a_kv_cache_is_planned_in_one_step_or_two(
-    is_grouped_before: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """A stand-in for vLLM's module of either form gets what that version's engine core gives it."""
-    asked: list[Any] = []
-    plans = SimpleNamespace(get_kv_cache_configs=lambda *given: asked.append(given))
-    if is_grouped_before:
-        plans.get_global_kv_cache_groups = lambda *given: given
-    monkeypatch.setitem(sys.modules, "plans", plans)  # type: ignore[arg-type]  # no real module
-    monkeypatch.setattr(versions, "_KV_PLANS", ("plans", "plans"))
-    versions.get_kv_cache_configs("config", [{}], [1])
-    groups = [("config", [{}])] if is_grouped_before else []
-    assert asked == [("config", [{}], [1], *groups)]
 
 
 def test_the_tests_run_on_the_runner_that_they_are_for():

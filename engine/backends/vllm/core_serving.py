@@ -1,4 +1,5 @@
-"""In the engine core: its place on the serving file, and its memory. The plugin imports this there.
+"""In the engine core: its place on the serving file, its memory, and why it cannot plan its caches.
+The plugin imports this there.
 
 The core maps the index of the KV pools, where it keeps one, and leads the workers; so it holds the
 file whenever they do. The backend calls these methods by name (`call_utility_async`).
@@ -11,8 +12,8 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 
 from engine.backends import process_memory
-from engine.backends.vllm import membership
-from engine.backends.vllm.membership import answering
+from engine.backends.vllm import kv_size, membership
+from engine.backends.vllm.membership import answering, reporting
 from plumbing.errors import UnderstudyError
 
 
@@ -39,6 +40,20 @@ def _leave(core: Any) -> None:
     membership.leave_serving()
 
 
+_stock_initialize = EngineCore._initialize_kv_caches
+
+
+def _initialize_kv_caches(core: Any, vllm_config: Any) -> Any:
+    """As vLLM does. Its refusal would be lost with this process, and the death look as if a restart
+    would fix it. Errors of workers are of other classes, and theirs to report."""
+    with reporting():
+        try:
+            return _stock_initialize(core, vllm_config)
+        except ValueError as error:
+            raise kv_size.refused(error) from error
+
+
+EngineCore._initialize_kv_caches = _initialize_kv_caches
 EngineCore.understudy_into_huge_pages = _into_huge_pages
 EngineCore.understudy_join = _join
 EngineCore.understudy_leave = _leave

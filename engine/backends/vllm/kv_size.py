@@ -1,15 +1,13 @@
-"""The size of the KV cache: what to propose if none is given, whether one is large enough.
+"""The size of the KV cache: what to propose if none is given, and one that is too small.
 
 The size must be given and is never measured: a standby starts beside an engine that has the memory,
 so it would measure the rest, and the size must be the same on every engine of a pod. So a missing
-size is an error that proposes one (in the API process). A size that cannot hold one sequence is
-refused too, by each worker: vLLM's engine core checks it as well, but cannot report to the
-supervisor, so its message is lost and the death looks as if a restart would fix it.
+size is an error that proposes one (in the API process). Whether it holds one sequence is checked by
+vLLM's engine core (`core_serving.py` reports it).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any
 
 from msgspec import Struct
@@ -18,8 +16,6 @@ from engine.backends.vllm import versions
 from plumbing.errors import UsageError
 from plumbing.text import size
 
-# More than any device has. If even this is not enough, the size is not the problem.
-SIZE_BYTES_MAX = 1 << 48
 # Of full length: enough for a trial. A known load deserves a size of its own.
 SEQUENCES = 4
 STEP_BYTES = 64 << 20  # readable sizes, and whole huge pages on every kind of memory
@@ -110,45 +106,11 @@ def _of_requests(vllm_config: Any) -> list[str]:
     ]
 
 
-def check_holds_a_sequence(vllm_config: Any, spec: dict[str, Any], given_bytes: int) -> None:
-    """Refuse a cache of `given_bytes` per rank that cannot hold one sequence of full length.
-
-    `spec` is what a worker's `get_kv_cache_spec` returns, by layer. Plans a cache as the engine
-    core does, and allocates nothing. vLLM's own error rounds the need to hundredths of a GiB, and
-    it depends on how layers are grouped; so the need is found by bisection.
-
-    Raises:
-        UsageError: `vllm.kv_too_small`, with `given_bytes` and `needed_bytes`.
-    """
-    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-
-    if not spec:
-        return  # no attention, no cache
-    register_all_kvcache_specs(vllm_config)  # as the engine core does first
-
-    model = vllm_config.model_config
-    tokens = model.max_model_len
-
-    def fits(size_bytes: int) -> bool:
-        try:
-            versions.get_kv_cache_configs(vllm_config, [dict(spec)], [size_bytes])
-        except ValueError:
-            return False
-        finally:
-            model.max_model_len = tokens  # with --max-model-len auto, planning shortens it
-        return True
-
-    if fits(given_bytes) or not fits(SIZE_BYTES_MAX):
-        return  # the size is not the problem; vLLM has its own error for whatever is
-    sizes = range(given_bytes + 1, SIZE_BYTES_MAX)
-    needed_bytes = sizes[bisect_left(sizes, True, key=fits)]
-    raise UsageError(
-        "vllm.kv_too_small",
-        f"a KV cache of {given_bytes} bytes ({size(given_bytes)}) per rank cannot hold one"
-        f" sequence of {tokens} tokens, which needs {needed_bytes} bytes"
-        f" ({size(needed_bytes)}); give every engine of the pod the same"
-        f" --kv-cache-memory-bytes of at least that, or a smaller --max-model-len",
-        given_bytes=given_bytes,
-        needed_bytes=needed_bytes,
-        max_model_len=tokens,
+def refused(error: ValueError) -> UsageError:
+    """What the engine core says of a cache that it cannot plan: mostly, of one that cannot hold one
+    sequence."""
+    return UsageError(
+        "vllm.kv_too_small" if "memory" in str(error) else "vllm.configuration",
+        f"vLLM refuses the KV cache: {error}; here --kv-cache-memory-bytes sets its size, per rank"
+        " and the same on every engine of the pod, and --max-model-len the longest sequence",
     )

@@ -23,7 +23,6 @@ OVERRIDE_FLAG = "--allow-any-vllm"
 
 # Since 0.33, and before.
 _CLI_ARGS = ("vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args")
-_KV_PLANS = ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils")
 
 
 def vllm_version() -> str:
@@ -71,22 +70,9 @@ def check_version(allow_any: bool, version: str | None = None) -> None:
 def cli_args() -> Any:
     """vLLM's module with the flags of `vllm serve` (`make_arg_parser`), and its own checks of them
     (`validate_parsed_serve_args`, which raises ValueError or TypeError)."""
-    return _either(*_CLI_ARGS)
-
-
-def get_kv_cache_configs(vllm_config: Any, specs: list[Any], sizes_bytes: list[int]) -> Any:
-    """The engine core's own plan of a KV cache from each rank's layers and bytes; raises ValueError
-    if one sequence does not fit."""
-    plans = _either(*_KV_PLANS)
-    groups_of = getattr(plans, "get_global_kv_cache_groups", None)  # a separate step since 0.33
-    groups = [] if groups_of is None else [groups_of(vllm_config, specs)]
-    return plans.get_kv_cache_configs(vllm_config, specs, sizes_bytes, *groups)
-
-
-def _either(new: str, old: str) -> Any:
-    """Of these modules the one that the installed vLLM has."""
     import importlib
 
+    new, old = _CLI_ARGS
     try:
         return importlib.import_module(new)
     except ModuleNotFoundError as error:

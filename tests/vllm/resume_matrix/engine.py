@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 from engine.backends.vllm import process_tuning
@@ -56,6 +57,7 @@ TOKEN = 1
 async def serve(model: str, path: str, flags: list[str]) -> None:
     from engine.backends.vllm.api import arguments
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+    from engine.backends.vllm.api.continuation import continuing
     from engine.backends.vllm.api.http import Front, bind
 
     if ASYNC_FLAG in flags:
@@ -69,10 +71,10 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     args.worker_cls = "tests.vllm.resume_matrix.worker.Worker"
     args.load_format, args.model_loader_extra_config = "auto", {}
     private = bind(args, f"{path}.trial")
-    made = make_engine(parsed, steps)
-    front = await Front.start(made.engine, args, private)
-    found = made.find_continuing
-    backend = VllmBackend(made.engine, front, made.features, find_continuing=found)
+    engine, features = make_engine(parsed, steps)
+    front = await Front.start(engine, args, private)
+    find = partial(continuing, engine, args)
+    backend = VllmBackend(engine, front, features, find_continuing=find)
     prepared = await backend.prepare()
     if not prepared.continuation:
         raise SystemExit("; ".join(prepared.warnings))

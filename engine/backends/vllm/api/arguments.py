@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.backends.vllm import LOAD_FORMAT, PLUGIN, PRIVATE, REFUSE, versions
-from engine.backends.vllm.api.kept_memory import GMS, OWN, OWN_MEMORY, KvChoice
+from engine.backends.vllm.api.kept_memory import GMS, OWN, KeptMemory
 from engine.messages import RANKS_MAX
 from gms.client import look_for_mps
 from plumbing.errors import UsageError
@@ -115,10 +115,10 @@ class ServeArguments:
 
     vllm: argparse.Namespace
     body_bytes_max: int | None
-    no_resume: str = ""  # why streams end with this engine
-    no_sleep: str = ""
-    self_test: bool = False
-    kv: KvChoice = OWN_MEMORY
+    no_resume: str  # why streams end with this engine
+    no_sleep: str
+    self_test: bool
+    kv: KeptMemory
 
 
 def help_text(argv: Sequence[str] = ()) -> str:
@@ -200,7 +200,7 @@ def _refuse(
 
 def _own(
     args: argparse.Namespace, ours: argparse.Namespace, environ: Mapping[str, str]
-) -> KvChoice:
+) -> KeptMemory:
     """Set what the runtime owns; returns where the KV cache lives. By default that is private on
     GPUs: whether a write of a killed process can follow the fence there is measured by `make
     device-check`, which has not been done yet. On the host the kernel excludes it."""
@@ -238,7 +238,7 @@ def _own(
     args.distributed_executor_backend = "mp"
     chosen = ours.kv_memory
     is_shared = current_platform.is_cpu() if chosen == AUTO else chosen == GMS
-    return KvChoice(is_shared=is_shared, may_adopt=not ours.no_kv_adoption)
+    return KeptMemory(is_shared=is_shared, may_adopt=not ours.no_kv_adoption)
 
 
 def _parser() -> Any:

@@ -39,7 +39,7 @@ from engine.backends.process import FAILURES_ENV, ProgressPage
 from engine.backends.vllm.api.features import KEEP_KV, OFFLOAD, PROVEN, RESUME, SLEEP, Features
 from engine.backends.vllm.api.gateway_endpoints import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
-from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory, ask_core
+from engine.backends.vllm.api.kept_memory import GMS, OWN, KeptMemory, ask_core
 from engine.backends.vllm.api.self_test import SelfTest
 from engine.backends.vllm.membership import Answer
 from engine.backends.vllm.resume.answer import Continuing
@@ -98,19 +98,16 @@ class VllmBackend:
         kv: KeptMemory | None = None,
         seat: serving.ServingSeat | None = None,
         find_continuing: Callable[[dict[str, Any]], Continuing] = lambda identity: Continuing(),
-        *,
-        is_tested: bool = False,
     ) -> None:
-        """`find_continuing` tells from the identity of the weights who may continue its streams.
-        `is_tested`: only what the self-test proves is done."""
+        """`find_continuing` tells from the identity of the weights who may continue its streams."""
         self.is_parked = False  # ready to be woken, and idle until then
         self._engine, self._front = engine, front
         self._features = features or Features()
         self._find_continuing, self._continuing = find_continuing, Continuing()
-        self._kv = kv or KeptMemory(OWN_MEMORY)
+        self._kv = kv or KeptMemory()
         self._seat = seat if self._features.has(SLEEP) else None
         self._placing = asyncio.Lock()  # held while ranks release their weights or map them again
-        self._is_tested, self._canaries = is_tested, 0
+        self._canaries = 0
         self._listening: OwnedFd | None = None
         self._trusting: asyncio.Task[None] | None = None
 
@@ -130,7 +127,7 @@ class VllmBackend:
         features, first = self._features, statuses[0]
         features.learn(statuses)
         self._continue_streams(first["identity"])
-        if self._is_tested and (problem := await self._self_test()):
+        if features.is_tested and (problem := await self._self_test()):
             why = f"the self-test on this device failed: {problem}"
             logger.warning("%s", why)
             for feature in PROVEN:
@@ -190,13 +187,13 @@ class VllmBackend:
         self._listening = listening.duplicate()
         self._front.traffic.token = token
         await self._ask_ranks("understudy_join", WAKE_ASK_S, token)
-        grant = (token, era) if self._kv.choice.is_shared else ()
+        grant = (token, era) if self._kv.is_shared else ()
         wait_s = TAKE_S + TAKE_GRACE_S
         taken = await self._ask_ranks("understudy_take_kv", wait_s, TAKE_S, *grant)
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
         if await self._engine.wake_up() is False:  # 0.31 says nothing
             raise UnderstudyError("vllm.not_awake", "vLLM says that it is still asleep")
-        return WokenMsg(self._kv.memory, *began)
+        return WokenMsg(GMS if self._kv.is_shared else OWN, *began)
 
     async def run_canary(self) -> CanaryMsg:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token
@@ -327,12 +324,12 @@ class VllmBackend:
         )
 
     def _warnings(self) -> tuple[str, ...]:
-        why_not = self._features.why_not
+        features, why_not = self._features, self._features.why_not
         said = {
             "streams end with this engine": why_not[RESUME],
             "it hands over by a relaunch and never sleeps": why_not[SLEEP],
         }
-        return tuple(f"{what}: {why}" for what, why in said.items() if why)
+        return (*features.warnings, *(f"{what}: {why}" for what, why in said.items() if why))
 
     def _hello(self) -> Hello:
         front, can = self._front, self._continuing

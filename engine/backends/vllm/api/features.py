@@ -37,7 +37,11 @@ HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 
 
 class Features:
-    """`why_not`: by feature, why this engine does without it; "" of those that it has."""
+    """`why_not`: by feature, why this engine does without it; "" of those that it has. `is_tested`:
+    it has those of `PROVEN` only if its self-test passes. `warnings` are for the operator."""
+
+    is_tested = False
+    warnings: tuple[str, ...] = ()
 
     def __init__(self, **why_not: str) -> None:
         self.why_not = dict.fromkeys(FILES, "") | why_not

@@ -13,8 +13,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
-from msgspec import Struct
-
 from engine.backends.vllm.membership import FAILED, Answer
 
 logger = logging.getLogger(__name__)
@@ -31,22 +29,14 @@ REPORT_EVERY_S = 5.0
 AskRanks = Callable[..., Awaitable[Sequence[Answer]]]
 
 
-class KvChoice(Struct, frozen=True):
-    """What the command line asks for: the memory service's memory (`is_shared`), or private."""
-
-    is_shared: bool = False
-    may_adopt: bool = True
-
-
-OWN_MEMORY = KvChoice()
-
-
 class KeptMemory:
-    """`problem`: why nothing is published. `memory`: whose the KV cache is in."""
+    """`is_shared`: it is the memory service's, or else private. `problem`: why nothing is
+    published."""
 
-    def __init__(self, choice: KvChoice, problem: str = "") -> None:
-        self.choice, self.problem = choice, problem
-        self.memory = GMS if choice.is_shared else OWN
+    def __init__(
+        self, problem: str = "", *, is_shared: bool = False, may_adopt: bool = True
+    ) -> None:
+        self.problem, self.is_shared, self._may_adopt = problem, is_shared, may_adopt
         self.renew()
 
     async def begin(self, engine: Any, ask: AskRanks, taken: Sequence[Answer]) -> tuple[int, str]:
@@ -56,13 +46,13 @@ class KeptMemory:
         Raises:
             UnderstudyError: neither is the index kept, nor can it be made to say nothing.
         """
-        if not self.choice.is_shared:
+        if not self.is_shared:
             return 0, ""
         answer: Answer = {"problem": self.problem}
         if not self.problem:
             asked = {
                 "deadline_s": BEGIN_WAIT_S,
-                "may_adopt": self.choice.may_adopt,
+                "may_adopt": self._may_adopt,
                 "ranks": [rank["pool"] for rank in taken],
             }
             answer = await ask_core(engine, 2 * BEGIN_WAIT_S, "understudy_begin_kv", asked)

@@ -16,11 +16,10 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from msgspec import structs
+from typing import TYPE_CHECKING, Any
 
 from engine.backends import process
 from engine.backends.process import BackendProcess, ProgressPage
@@ -99,44 +98,25 @@ async def _run(
     trial = f"trial_{os.environ[process.ENGINE_ID_ENV]}.sock"
     try:
         from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+        from engine.backends.vllm.api.continuation import continuing
         from engine.backends.vllm.api.http import Front, bind
-        from engine.backends.vllm.api.kept_memory import KeptMemory
 
         steps = StepCounter(page)
         listener = bind(args, os.path.join(os.environ[DIRECTORY_ENV], trial))
-        made = make_engine(parsed, steps)
-        front = await Front.start(made.engine, args, listener, parsed.body_bytes_max)
-        backend = VllmBackend(
-            made.engine,
-            front,
-            made.features,
-            KeptMemory(parsed.kv),
-            member.seat,
-            made.find_continuing,
-            is_tested=made.is_tested,
-        )
+        engine, features = make_engine(parsed, steps)
+        front = await Front.start(engine, args, listener, parsed.body_bytes_max)
+        find = partial(continuing, engine, args)
+        backend = VllmBackend(engine, front, features, parsed.kv, member.seat, find)
         prepared = await backend.prepare()
-        warnings = (*made.warnings, *prepared.warnings)
-        for warning in warnings:
+        for warning in prepared.warnings:
             logger.warning("%s", warning)
-        channel.prepared(backend, structs.replace(prepared, warnings=warnings))
+        channel.prepared(backend, prepared)
         await backend.watch(member.end)
     except Exception as error:
         member.end(error)
 
 
-class _Made(NamedTuple):
-    """The engine, warnings for the operator, what it can do, how to find out who may continue its
-    streams, and whether it tests itself."""
-
-    engine: Any
-    warnings: tuple[str, ...]
-    features: Features
-    find_continuing: Callable[[dict[str, Any]], Any]
-    is_tested: bool
-
-
-def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
+def make_engine(parsed: ServeArguments, steps: Any) -> tuple[Any, Features]:
     """Start the engine core and its workers; blocks until they have their weights.
 
     Raises:
@@ -148,7 +128,6 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
 
     from engine.backends.vllm import contracts, kv_size
     from engine.backends.vllm.api import features
-    from engine.backends.vllm.api.continuation import continuing
 
     args, usage = parsed.vllm, UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -176,13 +155,9 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     )
     engine.progressed = steps.record
     is_unproven = not current_platform.is_cpu() and any(map(can.has, features.PROVEN))
-    return _Made(
-        engine,
-        tuple(kv_size.warnings(config)),
-        can,
-        lambda identity: continuing(engine, args, identity),
-        parsed.self_test or is_unproven,
-    )
+    can.is_tested = parsed.self_test or is_unproven
+    can.warnings = tuple(kv_size.warnings(config))
+    return engine, can
 
 
 def keep_compiled() -> None:

@@ -30,7 +30,6 @@ from engine.backends.shards import digest_of
 from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import facts
-from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import kv_cuda, weights
@@ -73,7 +72,7 @@ class ParkingWorker(StockGPUWorker):
             super().init_device()
             if os.environ.get(INSTALL_ENV):
                 self._cannot_resume = hook.install(self.vllm_config, self.model_runner)
-            needed_bytes = self.kv_bytes_of_all(self._kv_bytes_asked())
+            needed_bytes = self.kv_bytes_of_all(self.cache_config.kv_cache_memory_bytes)
             check_can_ever_fit(needed_bytes, self.room(), "lower --kv-cache-memory-bytes")
 
     def load_model(self, **kwargs: Any) -> None:
@@ -129,27 +128,6 @@ class ParkingWorker(StockGPUWorker):
             return elsewhere
         self.arena = KVArena(self.reserve(self._expected_bytes), torch.device(self.device))
         return self.arena
-
-    def _kv_bytes_asked(self) -> int:
-        """Raises:
-        UsageError: `vllm.no_kv_size`.
-        """
-        asked = self.cache_config.kv_cache_memory_bytes
-        if not asked:
-            raise UsageError(
-                "vllm.no_kv_size",
-                "the KV cache has no size: give every engine the same --kv-cache-memory-bytes",
-            )
-        return int(asked)
-
-    def _enough_for_a_sequence(self, kv_bytes: int) -> int:
-        """`kv_bytes`, if enough; the engine core checks later, and could not report it.
-
-        Raises:
-            UsageError: `vllm.kv_too_small`.
-        """
-        check_holds_a_sequence(self.vllm_config, self.get_kv_cache_spec(), kv_bytes)
-        return kv_bytes
 
     # ------------------------------------------------------------------ park and wake
 

@@ -12,7 +12,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
 
 from engine.backends.host_range import HostRange
 from engine.backends.process_memory import Room, read_room
-from engine.backends.vllm.membership import reporting
 from engine.backends.vllm.process_tuning import new_threads_may_wake_late
 from engine.backends.vllm.worker.kv_arena import AddressRange
 from engine.backends.vllm.worker.worker import ParkingWorker
@@ -36,8 +35,6 @@ class CPUWorker(ParkingWorker, StockCPUWorker):
 
     def determine_available_memory(self) -> int:
         """As vLLM does, but without requiring free memory: the active engine has it."""
-        with reporting():
-            kv_bytes = self._enough_for_a_sequence(self._kv_bytes_asked())
-            if self._should_warm_up_model():
-                self.model_runner.warming_up_model()
-            return kv_bytes
+        if self._should_warm_up_model():
+            self.model_runner.warming_up_model()
+        return int(self.cache_config.kv_cache_memory_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from engine.backends.process_memory import Room
-from engine.backends.vllm.membership import reporting
 from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.kv_arena import AddressRange
 from engine.backends.vllm.worker.kv_cuda import CudaRange
@@ -26,12 +25,6 @@ class GPUWorker(ParkingWorker):
 
     def reserve(self, kv_bytes: int) -> AddressRange:
         return CudaRange(self._device(), kv_bytes, self.room, self._used_by_test)
-
-    def determine_available_memory(self) -> int:
-        with reporting():
-            self._enough_for_a_sequence(self._kv_bytes_asked())
-            # Again: vLLM may reserve a part of it.
-            return self._enough_for_a_sequence(int(super().determine_available_memory()))
 
     def _park(self) -> None:
         from vllm.distributed.parallel_state import suspend_device_comms
