@@ -20,7 +20,7 @@ class UnsupervisedWorker(CPUWorker):
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        ours: Any = SimpleNamespace(is_awake=False, is_away=False, bytes=0, identity={})
+        ours: Any = SimpleNamespace(is_away=False, bytes=0, identity={})
         ours.cannot_offload, ours.epoch = "", "0" * 32
         weights._of_this_process = ours
         StockCPUWorker.load_model(self, **kwargs)

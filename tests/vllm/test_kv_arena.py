@@ -160,7 +160,7 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
     arena: KVArena, monkeypatch: pytest.MonkeyPatch
 ):
     """vLLM's words: asleep twice, awake before memory was taken (an error), then twice."""
-    ours = SimpleNamespace(is_awake=False, bring_back=lambda budget_s: None)
+    ours = SimpleNamespace(bring_back=lambda budget_s: None)
     monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
     found.sleep()
@@ -176,7 +176,6 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
         answer = found.understudy_take_kv(0.0)
         assert (answer["problem"], answer["rank"], arena.backing) == ("", 1, Backing.TAKEN)
         found.wake_up(["kv_cache"])
-    assert ours.is_awake
     found.discard(("weights",))
     assert arena.backing is Backing.TAKEN
     found.discard(("weights", "kv_cache"))
@@ -188,7 +187,7 @@ def test_methods_that_the_backend_calls_never_raise(
 ):
     """No room: a code and a sentence. A bug: a code and its text. Never an exception, which would
     leave the other ranks' answers for the next question."""
-    ours = SimpleNamespace(is_awake=False, bring_back=lambda budget_s: None)
+    ours = SimpleNamespace(bring_back=lambda budget_s: None)
     monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
     found.arena = arena
@@ -211,7 +210,7 @@ def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
     path, file = serving.create(str(tmp_path), f"e-{1:016x}")
     seat = serving.ServingSeat(path, file)
     monkeypatch.setattr(membership, "_member", SimpleNamespace(seat=seat))
-    weights = SimpleNamespace(is_awake=False, bytes=0, epoch="", identity={"models": {}})
+    weights = SimpleNamespace(bytes=0, epoch="", identity={"models": {}})
     weights.is_away, weights.bring_back = False, lambda budget_s: None
     monkeypatch.setattr(worker.weights, "_of_this_process", weights)
     found = make_worker()

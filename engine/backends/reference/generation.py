@@ -23,7 +23,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache
-from engine.backends.reference.kv_blocks import PrefixCache
+from engine.backends.reference.kv_blocks import Chain, PrefixCache
 from engine.backends.reference.ranks import Array
 from plumbing.errors import UnderstudyError
 from plumbing.pod.queue_page import QueuePage
@@ -171,6 +171,7 @@ class _Sequence:
     position: int = 0  # tokens of this sequence that are in the KV cache
     has_run: bool = False
     due_s: float = 0.0  # no token before
+    chain: Chain | None = None  # its blocks in the prefix cache
 
     def unit(self) -> tuple[tuple[int, ...], bool]:
         """The tokens to run next, by position alone, and whether the last one's logits choose a
@@ -234,15 +235,15 @@ class Generator:
         sequence = self._next()
         if sequence is None:
             return None
-        request, prefixes = sequence.request, self._prefixes
+        request = sequence.request
         if self._queue is not None and not sequence.has_run:
             self._queue.remove(request.attempt)
         sequence.has_run = True
         tokens, samples = sequence.unit()
         logits = self._decoder.forward(self._cache, sequence.slot, tokens, sequence.position)
         sequence.position += len(tokens)
-        if prefixes is not None:
-            prefixes.computed(request.number, tokens)
+        if self._prefixes is not None and sequence.chain is not None:
+            self._prefixes.computed(sequence.chain, tokens)
         if not samples:
             return None
         token = _choose(sequence, logits)
@@ -282,19 +283,18 @@ class Generator:
     def _end(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
         self._free.append(sequence.slot)
-        if self._prefixes is not None:
-            self._prefixes.end(sequence.request.number)
         self._start_waiting()
 
     def _start_waiting(self) -> None:
         """Give free slots away; what the prefix cache knows of a request is not computed again."""
         while self._free and self._waiting:
             request = self._waiting.pop(next(iter(self._waiting)))
-            slot, position, tokens = self._free.pop(), 0, request.prompt + request.made
+            sequence = _Sequence(request, self._free.pop(), list(request.made))
             if self._prefixes is not None:
-                prompt_tokens = len(request.prompt)
-                position = self._prefixes.begin(request.number, slot, prompt_tokens, tokens)
-            self._running.append(_Sequence(request, slot, list(request.made), position))
+                tokens = request.prompt + request.made
+                chain = self._prefixes.begin(sequence.slot, len(request.prompt), tokens)
+                sequence.chain, sequence.position = chain, chain.start
+            self._running.append(sequence)
 
 
 def _choose(sequence: _Sequence, logits: Array) -> int:

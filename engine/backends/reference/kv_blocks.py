@@ -120,7 +120,7 @@ HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 3"
 
 
 @dataclass(slots=True)
-class _Chain:
+class Chain:
     """A running sequence: its complete blocks, and the tokens of the one that is not."""
 
     prompt_tokens: int
@@ -157,15 +157,14 @@ class PrefixCache:
         self._block_of = OrderedDict((record.block_hash, record.block) for record in adopted)
         used = set(self._block_of.values())
         self._unused = (block for block in range(blocks) if block not in used)
-        self._running: dict[int, _Chain] = {}
         self.reused = 0
         """Positions that were adopted or copied instead of computed."""
 
-    def begin(self, request_id: int, slot: int, prompt_tokens: int, tokens: Sequence[int]) -> int:
+    def begin(self, slot: int, prompt_tokens: int, tokens: Sequence[int]) -> Chain:
         """Fill the slot of a sequence with what is known of `tokens`, the first of which are the
-        prompt's: the first position to compute. At least one unit is left, whose logits choose a
-        token, and no part of a chunk."""
-        chain = self._running[request_id] = _Chain(prompt_tokens, slot)
+        prompt's; its chain begins there. At least one unit is left to compute, whose logits choose
+        a token, and no part of a chunk."""
+        chain = Chain(prompt_tokens, slot)
         found = list[int]()
         for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
             hashed = chain.hash_with(tokens[start : start + BLOCK_TOKENS])
@@ -183,11 +182,10 @@ class PrefixCache:
             self._store.do("load", found, slot, 0)
         self._touch(chain)
         self.reused += chain.start
-        return chain.start
+        return chain
 
-    def computed(self, request_id: int, tokens: Sequence[int]) -> None:
+    def computed(self, chain: Chain, tokens: Sequence[int]) -> None:
         """The next `tokens` of a sequence are in its slot. They do not go beyond a chunk's end."""
-        chain = self._running[request_id]
         chain.rest += tuple(tokens)
         if len(chain.rest) < BLOCK_TOKENS:
             return
@@ -198,10 +196,6 @@ class PrefixCache:
             if hashed not in self._block_of:
                 self._save(hashed, chain.slot, start)
         self._touch(chain)
-
-    def end(self, request_id: int) -> None:
-        """The sequence is over; its blocks stay. Unknown ones are ignored."""
-        self._running.pop(request_id, None)
 
     def _save(self, hashed: bytes, slot: int, start: int) -> None:
         """Invalidate, copy, publish: at each instant the index is true of the bytes."""
@@ -216,7 +210,7 @@ class PrefixCache:
             end = start + BLOCK_TOKENS
             self._index.publish(block, self._index.use(block), hashed, 0, end)
 
-    def _touch(self, chain: _Chain) -> None:
+    def _touch(self, chain: Chain) -> None:
         for hashed in reversed(chain.hashes):
             if hashed in self._block_of:  # else evicted by a sequence beside it
                 self._block_of.move_to_end(hashed)

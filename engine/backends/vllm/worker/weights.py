@@ -56,14 +56,13 @@ def device_of(rank: int) -> str:
 
 
 class RankWeights:
-    """`identity` is this rank's, `bytes` is the size of its epoch; the worker sets `is_awake`."""
+    """`identity` is this rank's, `bytes` is the size of its epoch."""
 
     def __init__(self, member: BackendProcess) -> None:
         self.identity: Document = {}
         self.bytes = 0
         self.kept: KeptWeights | None = None  # since `settle`
         self.cannot_offload = ""  # why it cannot release them, or nothing
-        self.is_awake = False
         self._member = member
         self._models = 0
         self._rank = 0

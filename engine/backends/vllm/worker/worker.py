@@ -145,9 +145,12 @@ class ParkingWorker(StockGPUWorker):
             self._not_parked = f"the KV memory was not freed: {type(error).__name__}: {error}"
 
     def _park(self) -> None:
-        weights.of_this_process().is_awake = False
         if self.arena is not None:
             self.arena.release()
+
+    @property
+    def _has_kv(self) -> bool:
+        return self.arena is not None and self.arena.backing is not Backing.PARKED
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Only check that there is memory: the engine's own, or, for a self-test, scratch memory.
@@ -205,9 +208,8 @@ class ParkingWorker(StockGPUWorker):
         fence) and take it, or, as the holder of `active` under `token` of `era`, borrow the
         device's pool."""
         membership.check_serving()
-        ours, end_s = weights.of_this_process(), time.monotonic() + deadline_s
-        ours.bring_back(deadline_s)
-        ours.is_awake = True
+        end_s = time.monotonic() + deadline_s
+        weights.of_this_process().bring_back(deadline_s)
         arena, pool, left_s = self.arena, {}, max(0.0, end_s - time.monotonic())
         if arena is not None and not token:
             arena.take(left_s)
@@ -247,10 +249,10 @@ class ParkingWorker(StockGPUWorker):
         """
         arena = self.arena
         resident_bytes = arena.addresses.resident_bytes() if arena is not None else 0
-        is_mapped = arena is not None and arena.backing is not Backing.PARKED
-        if self._not_parked or is_mapped or resident_bytes:
+        if self._not_parked or self._has_kv or resident_bytes:
             why = (
-                f"the KV memory is still mapped: {is_mapped}, with {resident_bytes} bytes resident"
+                f"the KV memory is still mapped: {self._has_kv}, with {resident_bytes} bytes"
+                " resident"
             )
             raise UnderstudyError("vllm.not_parked", self._not_parked or why)
         lease, self._lease = self._lease, None
@@ -321,7 +323,7 @@ class ParkingWorker(StockGPUWorker):
         ours, freed_bytes, note = weights.of_this_process(), 0, ""
         if not is_away:
             ours.bring_back(budget_s)
-        elif ours.is_awake:
+        elif self._has_kv:
             raise UnderstudyError(
                 "vllm.not_parked", "the weights are in use: this rank has KV memory"
             )
