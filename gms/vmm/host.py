@@ -140,7 +140,11 @@ class HostReservation(Reservation):
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
-        self.address = _reserve_aligned(size_bytes)
+        # A huge page on both sides stays closed, so that the kernel never merges the range with
+        # another mapping, and an overrun is caught.
+        self._reserved_bytes = size_bytes + 3 * HUGE_BYTES
+        self._reserved_at = _reserve_at(None, self._reserved_bytes)
+        self.address = -(-self._reserved_at // HUGE_BYTES) * HUGE_BYTES + HUGE_BYTES
         self._mapped: list[HostAllocation] = []
 
     def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
@@ -165,7 +169,7 @@ class HostReservation(Reservation):
 
     def free(self) -> None:
         if self.address:
-            _libc.munmap(self.address, self.size_bytes)
+            _libc.munmap(self._reserved_at, self._reserved_bytes)
             self.address = self.mapped_bytes = 0
             self._mapped = []
 
@@ -290,19 +294,6 @@ def _reserve_at(address: int | None, size_bytes: int) -> int:
     """Take `size_bytes` of addresses without memory, over whatever is at `address`."""
     flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (MAP_FIXED if address else 0)
     return _mmap(address, size_bytes, PROT_NONE, flags, -1)
-
-
-def _reserve_aligned(size_bytes: int) -> int:
-    """Reserve fresh addresses, at a multiple of a huge page if one fits."""
-    step = HUGE_BYTES
-    if size_bytes < step:
-        return _reserve_at(None, size_bytes)
-    start = _reserve_at(None, size_bytes + step)
-    address = -(-start // step) * step
-    if address > start:
-        _libc.munmap(start, address - start)
-    _libc.munmap(address + size_bytes, start + step - address)
-    return address
 
 
 def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:

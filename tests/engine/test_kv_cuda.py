@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.backends import kv_range
+from engine.backends.kv_range import KvRange
 from engine.backends.process_memory import Room
-from engine.backends.vllm.worker import kv_cuda
-from engine.backends.vllm.worker.kv_cuda import CudaRange
 from gms.vmm.cuda import CudaMemory
 from gms.vmm.interface import release_all
 from plumbing.errors import UnderstudyError, WaitTimeoutError
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A fresh machine, small blocks, and nothing left of them in the end."""
     build.use(monkeypatch)
-    monkeypatch.setattr(kv_cuda, "SCRATCH_BYTES_MAX", 2 * STEP)
+    monkeypatch.setattr(kv_range, "SCRATCH_BYTES_MAX", 2 * STEP)
     monkeypatch.setattr(CudaMemory, "allocation_bytes_max", 4 * STEP)
     build.call("Init", 0)
     build.call("CtxSetCurrent", 0)
@@ -63,26 +63,26 @@ def free() -> Room:
 
 
 @pytest.fixture
-def addresses(machine: None) -> Iterator[CudaRange]:
-    found = CudaRange(build.GPU_A, SIZE, free)
+def addresses(machine: None) -> Iterator[KvRange]:
+    found = KvRange(build.GPU_A, SIZE, free)
     yield found
     found.free()
     found.free()
 
 
-def fill(addresses: CudaRange, byte: int) -> None:
+def fill(addresses: KvRange, byte: int) -> None:
     ctypes.memset(addresses.address, byte, SIZE)
 
 
-def content(addresses: CudaRange) -> set[int]:
+def content(addresses: KvRange) -> set[int]:
     return set(ctypes.string_at(addresses.address, SIZE))
 
 
-def test_scratch_is_one_block_behind_every_address(addresses: CudaRange):
+def test_scratch_is_one_block_behind_every_address(addresses: KvRange):
     """Every byte can be touched, for the memory of one block: what is written in one part is read
     in the next."""
     addresses.scratch()
-    assert used() == addresses.resident_bytes() == 2 * STEP
+    assert used() == 2 * STEP
     assert content(addresses) == {0}
     fill(addresses, 1)
     ctypes.memset(addresses.address + 3, 9, 1)
@@ -90,7 +90,7 @@ def test_scratch_is_one_block_behind_every_address(addresses: CudaRange):
     assert seen == [b"\x09", b"\x01"] * 3  # as blocks of two steps repeat
 
 
-def test_standby_holds_nothing_and_wakes_zeroed_at_the_same_address(addresses: CudaRange):
+def test_standby_holds_nothing_and_wakes_zeroed_at_the_same_address(addresses: KvRange):
     """Scratch, park, take, park, take: nothing is used when parked, exactly the KV cache when
     taken, and no byte of before is left."""
     at = addresses.address
@@ -106,7 +106,7 @@ def test_standby_holds_nothing_and_wakes_zeroed_at_the_same_address(addresses: C
     assert addresses.address == at
 
 
-def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: CudaRange):
+def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: KvRange):
     """A new pool is zeroed, and what one wake writes the next one reads; between them nothing is
     behind the addresses, and the owner has its memory."""
     memory = CudaMemory(build.GPU_A)
@@ -135,8 +135,8 @@ TOUCHES = {
 CHILD = f"""
 import ctypes
 from engine.backends.process_memory import Room
-from engine.backends.vllm.worker.kv_cuda import CudaRange
-r = CudaRange({build.GPU_A!r}, {SIZE}, lambda: Room(0, 0, "a test"))
+from engine.backends.kv_range import KvRange
+r = KvRange({build.GPU_A!r}, {SIZE}, lambda: Room(0, 0, "a test"))
 write = lambda: ctypes.memset(r.address, 1, 1)
 """
 
@@ -166,7 +166,7 @@ def other(size_bytes: int) -> subprocess.Popen[bytes]:
 
 
 def test_full_device_is_a_sentence_and_still_parked(
-    addresses: CudaRange, monkeypatch: pytest.MonkeyPatch
+    addresses: KvRange, monkeypatch: pytest.MonkeyPatch
 ):
     """Another process has what we need: needed, free, how long; what we had got of it is given
     back, and it can be tried again."""
@@ -195,7 +195,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("step", FAILURES)
 def test_driver_that_fails_half_way_leaves_it_parked(
-    addresses: CudaRange, monkeypatch: pytest.MonkeyPatch, step: str
+    addresses: KvRange, monkeypatch: pytest.MonkeyPatch, step: str
 ):
     """Each call of the wake fails once: nothing is held, and the next try works."""
     monkeypatch.setenv("STANDIN_FAIL", FAILURES[step])
@@ -214,7 +214,7 @@ def test_scratch_memory_keeps_apart_what_a_self_test_uses(machine: None):
     """Two layers, whose first blocks would lie at the same place of a block of memory: the block is
     made larger, and what is written in one is not seen in the other."""
     used = [(0, 100), (4 * STEP, 4 * STEP + 100)]
-    addresses = CudaRange(build.GPU_A, SIZE, free, used)
+    addresses = KvRange(build.GPU_A, SIZE, free, used=used)
     try:
         assert addresses.can_test
         addresses.scratch()
@@ -242,7 +242,7 @@ def test_scratch_memory_keeps_apart_what_a_self_test_uses(machine: None):
 def test_the_smallest_size_modulo_which_all_parts_are_apart(
     used: list[tuple[int, int]], fits: int | None
 ):
-    assert kv_cuda.fitting(used, 20, 40, 2) == fits
+    assert kv_range.fitting(used, 20, 40, 2) == fits
     if fits is not None:
         places = [byte % fits for start, end in used for byte in range(start, end)]
         assert len(set(places)) == len(places)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from engine.backends.host_range import HostRange
+from engine.backends.kv_range import KvRange
 from engine.backends.process_memory import Room
 from gms.vmm.host import HUGE_BYTES, HostMemory
 from tests.engine.pod import ROOT
@@ -29,22 +29,22 @@ def has(free_bytes: int) -> Callable[[], Room]:
 
 
 @pytest.fixture
-def addresses() -> Iterator[HostRange]:
-    found = HostRange(SIZE, read=has(1 << 40))
+def addresses() -> Iterator[KvRange]:
+    found = KvRange("HOST-0", SIZE, has(1 << 40))
     yield found
     found.free()
     found.free()
 
 
-def touch(addresses: HostRange, byte: int = 7) -> None:
+def touch(addresses: KvRange, byte: int = 7) -> None:
     ctypes.memset(addresses.address, byte, SIZE)
 
 
-def content(addresses: HostRange) -> set[int]:
+def content(addresses: KvRange) -> set[int]:
     return set(ctypes.string_at(addresses.address, SIZE))
 
 
-def test_standby_holds_no_memory_and_wakes_at_the_same_address(addresses: HostRange):
+def test_standby_holds_no_memory_and_wakes_at_the_same_address(addresses: KvRange):
     """Scratch, park, take, park, take, each touched all over: what the kernel counts as resident
     is nothing when parked, and what comes back is zero."""
     at = addresses.address
@@ -60,7 +60,7 @@ def test_standby_holds_no_memory_and_wakes_at_the_same_address(addresses: HostRa
         assert content(addresses) == {0}
 
 
-def test_pool_is_filled_while_it_is_borrowed_and_not_after(addresses: HostRange):
+def test_pool_is_filled_while_it_is_borrowed_and_not_after(addresses: KvRange):
     """A page of each huge page comes by itself; parked, the addresses are as closed as before,
     and nothing fills them."""
     slab = HostMemory().create(SIZE, "pool")
@@ -88,8 +88,8 @@ TOUCHES = {
 CHILD = """
 import ctypes
 from engine.backends.process_memory import Room
-from engine.backends.host_range import HostRange
-r = HostRange(1 << 20, read=lambda: Room(1 << 40, 1 << 40, "a test"))
+from engine.backends.kv_range import KvRange
+r = KvRange("HOST-0", 1 << 20, lambda: Room(1 << 40, 1 << 40, "a test"))
 read = lambda at=0: ctypes.string_at(r.address + at, 1)
 write = lambda at=0: ctypes.memset(r.address + at, 1, 1)
 """

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker  # isort: skip - comes first
-from engine.backends.host_range import HostRange
 from engine.backends.process_memory import Room
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import weights
-from engine.backends.vllm.worker.kv_arena import AddressRange
 
 
 class UnsupervisedWorker(CPUWorker):
@@ -21,7 +19,7 @@ class UnsupervisedWorker(CPUWorker):
 
     def load_model(self, **kwargs: Any) -> None:
         ours: Any = SimpleNamespace(is_away=False, bytes=0, identity={})
-        ours.cannot_offload, ours.epoch = "", "0" * 32
+        ours.cannot_offload, ours.epoch, ours.bring_back = "", "0" * 32, lambda budget_s: None
         weights._of_this_process = ours
         StockCPUWorker.load_model(self, **kwargs)
 
@@ -29,5 +27,5 @@ class UnsupervisedWorker(CPUWorker):
 class PrivateWorker(UnsupervisedWorker):
     """With KV memory of its own, too."""
 
-    def reserve(self, kv_bytes: int) -> AddressRange:
-        return HostRange(kv_bytes, read=lambda: Room(1 << 40, 1 << 40, "a test"))
+    def room(self) -> Room:
+        return Room(1 << 40, 1 << 40, "a test")

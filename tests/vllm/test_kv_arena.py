@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.host_range import HostRange
+from engine.backends.kv_range import KvRange
 from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import worker, worker_cpu
@@ -36,14 +36,14 @@ def room() -> SimpleNamespace:
 
 
 @pytest.fixture
-def addresses(room: SimpleNamespace) -> Iterator[HostRange]:
-    found = HostRange(SIZE, read=lambda: Room(room.free_bytes, 1 << 40, "a test"))
+def addresses(room: SimpleNamespace) -> Iterator[KvRange]:
+    found = KvRange("HOST-0", SIZE, lambda: Room(room.free_bytes, 1 << 40, "a test"))
     yield found
     found.free()
 
 
 @pytest.fixture
-def arena(addresses: HostRange) -> KVArena:
+def arena(addresses: KvRange) -> KVArena:
     return KVArena(addresses, CPU)
 
 
@@ -53,7 +53,7 @@ def allocate(arena: KVArena) -> torch.Tensor:
 
 
 def test_kv_buffer_lies_at_our_addresses_and_other_tensors_do_not(
-    arena: KVArena, addresses: HostRange
+    arena: KVArena, addresses: KvRange
 ):
     """vLLM's one call, among others like it: only that one is ours, and only inside the context."""
     with arena:

@@ -25,7 +25,7 @@ from engine.backends.vllm.api.self_test import (
     Trial,
     TrialAnswer,
 )
-from engine.backends.vllm.worker.kv_cuda import BLOCKS
+from engine.backends.vllm.worker.kv_arena import BLOCKS
 from hack import v2_on_cpu
 from tests.engine.pod import ROOT
 from tests.vllm.proven_faults import OF_BOTH

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from engine.backends import process_memory
-from engine.backends.host_range import HostRange
+from engine.backends.kv_range import KvRange
 from engine.backends.reference.config import LlamaConfig, Settings
 from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
 from engine.backends.reference.ranks import Array, Peers
@@ -250,14 +250,14 @@ def headers_of(
 class KvMemory:
     """This rank's, from a wake to a rest."""
 
-    def __init__(self, size_bytes: int, lease: KvLease) -> None:
+    def __init__(self, device: str, size_bytes: int, lease: KvLease) -> None:
         """Takes `lease`; an error here ends the process.
 
         Raises:
-            UnderstudyError: `engine.kv_addresses`.
+            UnderstudyError: `gms.driver_failed`.
         """
         self.lease = lease
-        self._range = HostRange(size_bytes)
+        self._range = KvRange(device, size_bytes, process_memory.read_room)
         self._range.borrow(lease.slabs, is_new=lease.is_fresh)
         lease.mark(BEGUN)
         self.view = memoryview((ctypes.c_uint8 * size_bytes).from_address(self._range.address))

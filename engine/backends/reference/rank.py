@@ -136,7 +136,8 @@ class Rank:
             member.seat.join(token)
         sizes = size.kv_bytes, index_bytes(size.blocks)
         claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
-        memory = self._memory = KvMemory(size.kv_bytes, _borrow(claim, settings.rank))
+        device, lease = host_device(settings.rank), _borrow(claim, settings.rank)
+        memory = self._memory = KvMemory(device, size.kv_bytes, lease)
         config, slots = self._decoder.config, settings.slots
         cache = self._caches[SERVING] = KVCache(config, memory.view, slots, size.context, SERVING)
         blocks = memory.view[size.slots_bytes :]

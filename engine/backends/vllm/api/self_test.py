@@ -31,7 +31,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from engine.backends.vllm import NO_SELF_TEST
 from engine.backends.vllm.resume.answer import CURRENT, Answer
-from engine.backends.vllm.worker.kv_cuda import BLOCKS
+from engine.backends.vllm.worker.kv_arena import BLOCKS
 from plumbing.errors import UnderstudyError
 from plumbing.gateway_protocol import Continuation, Journal
 
@@ -179,7 +179,7 @@ class SelfTest:
 
     Args:
         park: puts the engine to sleep.
-        take: takes memory for as many blocks as are used here (`worker/kv_cuda.py`).
+        take: takes memory for as many blocks as are used here (`worker/kv_arena.py`).
     """
 
     def __init__(

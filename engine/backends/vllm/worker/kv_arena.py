@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.backends.host_range import HostRange
+from engine.backends.kv_range import KvRange, Range
 from engine.backends.vllm import NO_SELF_TEST
 from engine.backends.vllm.worker.binding import bytes_at
-from engine.backends.vllm.worker.kv_cuda import CudaRange
 from gms.client import Allocation
 from plumbing.errors import InvariantError, UsageError
 
@@ -37,13 +36,10 @@ class Backing(StrEnum):
     TAKEN = "taken"
 
 
-AddressRange = HostRange | CudaRange
-
-
 class KVArena(TorchFunctionMode):
     """The context in which vLLM allocates the KV cache, and the memory of that cache."""
 
-    def __init__(self, addresses: AddressRange, device: torch.device) -> None:
+    def __init__(self, addresses: KvRange, device: torch.device) -> None:
         """`addresses` of `device` are parked and have the size that vLLM will allocate."""
         super().__init__()
         self.backing = Backing.PARKED
@@ -128,3 +124,27 @@ class KVArena(TorchFunctionMode):
             self.release()
             take()
             self.backing = Backing.TAKEN
+
+
+BLOCKS = 192  # of each group of layers: what a self-test uses at most (`self_test.most_blocks`)
+
+
+def ranges(kv_cache_config: Any) -> list[Range] | None:
+    """Where the first `BLOCKS` blocks of all layers lie, in order and joined; None: that cannot be
+    told, because the parts of a block lie apart."""
+    found: list[Range] = []
+    pages = [group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups]
+    for tensor in kv_cache_config.kv_cache_tensors:
+        of_block = int(getattr(tensor, "block_stride", 0))
+        if of_block < max(pages):
+            return None
+        length = min(BLOCKS * len(pages), int(kv_cache_config.num_blocks)) * of_block
+        starts = [tensor.offset + at * tensor.layer_stride for at in range(len(tensor.layers))]
+        found += [(start, min(start + length, tensor.size)) for start in starts]
+    joined: list[Range] = []
+    for start, end in sorted(found):
+        if joined and start <= joined[-1][1]:
+            start, before = joined.pop()
+            end = max(end, before)
+        joined.append((start, end))
+    return joined

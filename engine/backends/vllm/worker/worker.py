@@ -24,6 +24,7 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends import process_memory
+from engine.backends.kv_range import KvRange, Range
 from engine.backends.memory_session import borrow, page_of
 from engine.backends.process_memory import check_can_ever_fit
 from engine.backends.shards import digest_of
@@ -32,7 +33,7 @@ from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import facts
 from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.resume import INSTALL_ENV, hook
-from engine.backends.vllm.worker import kv_cuda, weights
+from engine.backends.vllm.worker import kv_arena, weights
 from engine.backends.vllm.worker.identity import same_on_every_rank
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
 from engine.kv.layout import index_bytes
@@ -52,18 +53,17 @@ class ParkingWorker(StockGPUWorker):
     _expected_bytes = 0
     _cannot_resume = ""  # what is in the way
     _blocks = 0
-    _used_by_test: list[kv_cuda.Range] | None = None
+    _used_by_test: list[Range] | None = None
     _kv_facts: Answer | None = None  # of the blocks, if the engine core is to keep their index
     _cannot_keep = ""  # what is in the way
     _not_parked = ""  # why the last `sleep` has failed
     _lease: KvLease | None = None  # of the device's KV memory, from the wake on
 
-    # Methods of each platform's worker: the memory available for KV caches (`Room`), what all ranks
-    # that share it need together, and addresses for a cache. The classes of vLLM that we extend
-    # have no ABCMeta, and a worker that lacks one of these fails while it starts.
+    # Of each platform's worker: a method that tells the memory available for KV caches (`Room`),
+    # and how many ranks share it. The classes of vLLM that we extend have no ABCMeta, and a worker
+    # that lacks one of these fails while it starts.
     room: Any
-    kv_bytes_of_all: Any
-    reserve: Any
+    ranks_together: Any
 
     # ------------------------------------------------------------------ the start
 
@@ -72,7 +72,7 @@ class ParkingWorker(StockGPUWorker):
             super().init_device()
             if os.environ.get(INSTALL_ENV):
                 self._cannot_resume = hook.install(self.vllm_config, self.model_runner)
-            needed_bytes = self.kv_bytes_of_all(self.cache_config.kv_cache_memory_bytes)
+            needed_bytes = self.ranks_together * self.cache_config.kv_cache_memory_bytes
             check_can_ever_fit(needed_bytes, self.room(), "lower --kv-cache-memory-bytes")
 
     def load_model(self, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class ParkingWorker(StockGPUWorker):
                 )
             self._expected_bytes = sizes.pop()
             self._blocks = int(kv_cache_config.num_blocks)
-            self._used_by_test = kv_cuda.ranges(kv_cache_config)
+            self._used_by_test = kv_arena.ranges(kv_cache_config)
             super().initialize_from_config(kv_cache_config)
             if self.arena is None:
                 raise UsageError(
@@ -126,7 +126,14 @@ class ParkingWorker(StockGPUWorker):
         if tag != "kv_cache":
             elsewhere: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
             return elsewhere
-        self.arena = KVArena(self.reserve(self._expected_bytes), torch.device(self.device))
+        addresses = KvRange(
+            weights.device_of(self.rank),
+            self._expected_bytes,
+            self.room,
+            ranks=self.ranks_together,
+            used=self._used_by_test,
+        )
+        self.arena = KVArena(addresses, torch.device(self.device))
         return self.arena
 
     # ------------------------------------------------------------------ park and wake

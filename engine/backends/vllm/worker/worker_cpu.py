@@ -10,10 +10,8 @@ from __future__ import annotations
 from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
 # isort: on
 
-from engine.backends.host_range import HostRange
 from engine.backends.process_memory import Room, read_room
 from engine.backends.vllm.process_tuning import new_threads_may_wake_late
-from engine.backends.vllm.worker.kv_arena import AddressRange
 from engine.backends.vllm.worker.worker import ParkingWorker
 
 
@@ -27,11 +25,9 @@ class CPUWorker(ParkingWorker, StockCPUWorker):
     def room(self) -> Room:
         return read_room()
 
-    def kv_bytes_of_all(self, kv_bytes: int) -> int:
-        return kv_bytes * int(self.parallel_config.world_size)
-
-    def reserve(self, kv_bytes: int) -> AddressRange:
-        return HostRange(kv_bytes, int(self.parallel_config.world_size))
+    @property
+    def ranks_together(self) -> int:
+        return int(self.parallel_config.world_size)
 
     def determine_available_memory(self) -> int:
         """As vLLM does, but without requiring free memory: the active engine has it."""

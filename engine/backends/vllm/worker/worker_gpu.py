@@ -6,25 +6,18 @@ import torch
 
 from engine.backends.process_memory import Room
 from engine.backends.vllm.worker import weights
-from engine.backends.vllm.worker.kv_arena import AddressRange
-from engine.backends.vllm.worker.kv_cuda import CudaRange
 from engine.backends.vllm.worker.worker import ParkingWorker
 
 
 class GPUWorker(ParkingWorker):
     """A worker with its own GPU."""
 
+    ranks_together = 1
     _are_comms_suspended = False
 
     def room(self) -> Room:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        return Room(free_bytes, total_bytes, f"the memory of {self._device()}")
-
-    def kv_bytes_of_all(self, kv_bytes: int) -> int:
-        return kv_bytes
-
-    def reserve(self, kv_bytes: int) -> AddressRange:
-        return CudaRange(self._device(), kv_bytes, self.room, self._used_by_test)
+        return Room(free_bytes, total_bytes, f"the memory of {weights.device_of(self.rank)}")
 
     def _park(self) -> None:
         from vllm.distributed.parallel_state import suspend_device_comms
@@ -46,6 +39,3 @@ class GPUWorker(ParkingWorker):
 
     def finish_work(self) -> None:
         torch.cuda.synchronize()  # no kernel or copy may touch what is unmapped
-
-    def _device(self) -> str:
-        return weights.device_of(self.rank)

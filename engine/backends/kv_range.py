@@ -1,25 +1,36 @@
-"""Addresses for a KV cache on a GPU, with or without memory behind them.
+"""Addresses for a KV cache, with or without memory behind them: a GPU's, or host memory.
 
-CUDA graphs record addresses, not memory. While the engine warms up and captures its graphs, one
-block of scratch memory is mapped repeatedly over the whole range, so that every address is valid;
-what is written there is garbage, which no capture reads. The graphs work with whatever is mapped at
-the same addresses later.
+While parked they must not be touched. On the host a read or write kills the process (SIGSEGV),
+which is better than a standby that quietly takes memory; on a GPU it destroys the context.
 
-What one layer writes to scratch memory may be overwritten by another. A self-test uses only the
-first `BLOCKS` blocks of each layer, and the scratch size is chosen so that these lie at different
-places of the block of memory.
+The memory is the process's own, or slabs of a pool that it has borrowed. CUDA graphs record
+addresses, not memory. While the engine warms up and captures its graphs, one block of scratch
+memory is mapped repeatedly over the whole range, so that every address is valid; what is written
+there is garbage, which no capture reads. The graphs work with whatever is mapped there later.
+
+What one layer writes to scratch memory may be overwritten by another. A self-test uses only some
+parts of the range (`used`), and the scratch size is chosen so that these lie at different places of
+the block. On the host the block is as large as the range: what is not touched takes no memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
-from engine.backends.process_memory import Room, keep_trying
-from gms.client import Allocation, memory_for
-from plumbing.errors import UnderstudyError
+from engine.backends.process_memory import (
+    RESERVE_BYTES,
+    Room,
+    has_room_for,
+    keep_trying,
+    resident_bytes,
+)
+from gms.client import Allocation, Filling, memory_for
+from plumbing.errors import InvariantError, UnderstudyError
+
+logger = logging.getLogger(__name__)
 
 # The largest scratch block: 80 GiB of KV cache are 320 mappings of it, at about 10 µs each, and a
 # standby needs that much, besides its graphs, until it parks.
@@ -27,40 +38,43 @@ SCRATCH_BYTES_MAX = 256 << 20
 # Where a self-test needs more: the models whose blocks are largest.
 TEST_BYTES_MAX = 1 << 30
 
+Range = tuple[int, int]  # from, to: bytes
 
-class CudaRange:
-    """`size_bytes` of a device's addresses; parked (without memory) at first.
 
-    Touching it while parked destroys the CUDA context, and with it the process.
-    """
+class KvRange:
+    """`size_bytes` of the addresses of a device; parked (without memory) at first."""
 
     def __init__(
         self,
         device: str,
         size_bytes: int,
         read: Callable[[], Room],
+        *,
+        ranks: int = 1,
         used: Sequence[Range] | None = None,
     ) -> None:
-        """`read` returns how much memory the device has free, for messages while waiting. `used` by
-        a self-test: scratch memory is to keep these parts of the range apart, if it can.
+        """`read` returns how much memory there is free. `ranks` processes of this machine take a
+        range of this size at the same time. `used` by a self-test: scratch memory is to keep these
+        parts of the range apart, if it can.
 
         Raises:
             UsageError: this process cannot use the GPU called `device`.
             UnderstudyError: `gms.driver_failed`, there are not enough addresses.
         """
+        self._memory, self._read, self._ranks = memory_for(device), read, ranks
+        self._is_host = self._memory.kind == "host"
         self.size_bytes = size_bytes
-        self._read = read
-        self._memory = memory_for(device)
         step = self._memory.granularity_bytes
         self.pool_bytes = _up(size_bytes, step)
         least = min(_up(SCRATCH_BYTES_MAX, step), self.pool_bytes)
         most = min(TEST_BYTES_MAX, self.pool_bytes)
         apart = fitting(used, least, most, step) if used is not None else None
+        if self._is_host:
+            apart = self.pool_bytes
         self._scratch_bytes = apart or least
         self.can_test = apart is not None
         # A multiple of the scratch block: allocations are mapped whole, and addresses are free.
         self._range = self._memory.reserve(_up(size_bytes, self._scratch_bytes))
-        self._resident_bytes = 0
         self._undo = contextlib.ExitStack()
 
     @property
@@ -76,23 +90,18 @@ class CudaRange:
         with contextlib.ExitStack() as undo:
             block = self._memory.create(self._scratch_bytes, "kv-scratch")
             undo.callback(block.release)
-            undo.callback(self._range.unmap)
             times = self._range.size_bytes // self._scratch_bytes
-            self._range.map(0, [block] * times, writable=True)
-            self._range.clear()  # leftovers of other processes may be NaN
-            self._undo = undo.pop_all()
-        self._resident_bytes = self._scratch_bytes
+            self._map(undo, [block] * times, is_new=True)
 
     def park(self) -> None:
         """Release all memory and keep the addresses."""
-        self._resident_bytes = 0
         self._undo.close()
 
     def take(self, deadline_s: float) -> None:
         """Map zeroed memory behind all of a parked range, once the device has it free.
 
         A process that has just died may hold its memory for a moment longer, so a full device is
-        retried until the deadline.
+        retried until the deadline. The host's kernel overcommits, and must be asked first.
 
         Raises:
             WaitTimeoutError: `engine.kv_memory_busy`; the range stays parked.
@@ -100,10 +109,13 @@ class CudaRange:
         """
         most, size_bytes = self._memory.allocation_bytes_max or self.pool_bytes, self.pool_bytes
         parts = [min(most, size_bytes - at) for at in range(0, size_bytes, most)]
+        needed_bytes, kept_bytes = size_bytes * self._ranks, RESERVE_BYTES if self._is_host else 0
         with contextlib.ExitStack() as undo:
             blocks: list[Allocation] = []
 
             def attempt() -> int | None:
+                if self._is_host and (free := self._read().free_bytes) < needed_bytes + kept_bytes:
+                    return free
                 while len(blocks) < len(parts):
                     try:
                         blocks.append(self._memory.create(parts[len(blocks)], "kv"))
@@ -115,12 +127,9 @@ class CudaRange:
                     undo.callback(blocks[-1].release)
                 return None
 
-            keep_trying(attempt, self.pool_bytes, deadline_s)
-            undo.callback(self._range.unmap)
-            self._range.map(0, blocks, writable=True)
-            self._range.clear()
-            self._undo = undo.pop_all()
-        self._resident_bytes = self.pool_bytes
+            keep_trying(attempt, needed_bytes, deadline_s, kept_bytes)
+            self._map(undo, blocks, is_new=True)
+            self._fill(blocks)
 
     def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
         """Map slabs behind all of a parked range. They stay their owner's; new ones are zeroed.
@@ -128,52 +137,52 @@ class CudaRange:
         Raises:
             UnderstudyError: `gms.driver_failed`; the range stays parked.
         """
+        found_bytes = sum(slab.size_bytes for slab in slabs)
+        if found_bytes != self.pool_bytes:
+            raise InvariantError(f"a pool of {found_bytes} bytes for {self.pool_bytes}")
         with contextlib.ExitStack() as undo:
-            undo.callback(self._range.unmap)
-            self._range.map(0, slabs, writable=True)
-            if is_new:
-                self._range.clear()
-            self._undo = undo.pop_all()
-        self._resident_bytes = sum(each.size_bytes for each in slabs)
+            self._map(undo, slabs, is_new=is_new)
+            self._fill(slabs)
 
     def resident_bytes(self) -> int:
-        """What is mapped; on a device, mapped memory is resident."""
-        return self._resident_bytes
+        """What is mapped; on a device, mapped memory is resident. On the host the kernel is asked,
+        not by smaps: to list all mappings of a process of vLLM takes 15 ms, of a rest that takes
+        5."""
+        if self._is_host:
+            return resident_bytes(self.address, self.pool_bytes)
+        return self._range.mapped_bytes
 
     def free(self) -> None:
         """Release the addresses too; idempotent."""
         self.park()
         self._range.free()
 
+    def _map(
+        self, undo: contextlib.ExitStack, slabs: Sequence[Allocation], *, is_new: bool
+    ) -> None:
+        undo.callback(self._range.unmap)
+        self._range.map(0, slabs, writable=True)
+        if is_new and not self._is_host:
+            self._range.clear()  # leftovers of other processes may be NaN
+        self._undo = undo.pop_all()
+
+    def _fill(self, slabs: Sequence[Allocation]) -> None:
+        """Host memory gets huge pages meanwhile: a process with small ones takes 72 ms per GiB to
+        die, which delays the next grant."""
+        if not self._is_host:
+            return
+        fds, size = [slab.fileno() for slab in slabs], self.pool_bytes
+        filling = Filling(
+            self.address,
+            size,
+            lambda huge: logger.info("%d of %d bytes of KV memory are in huge pages", huge, size),
+            has_room=lambda: has_room_for(fds, self._read),
+        )
+        self._undo.callback(filling.stop)
+
 
 def _up(size_bytes: int, step_bytes: int) -> int:
     return -(-size_bytes // step_bytes) * step_bytes
-
-
-BLOCKS = 192  # of each group of layers: what a self-test uses at most (`self_test.most_blocks`)
-
-Range = tuple[int, int]  # from, to: bytes
-
-
-def ranges(kv_cache_config: Any) -> list[Range] | None:
-    """Where the first `BLOCKS` blocks of all layers lie, in order and joined; None: that cannot be
-    told, because the parts of a block lie apart."""
-    found: list[Range] = []
-    pages = [group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups]
-    for tensor in kv_cache_config.kv_cache_tensors:
-        of_block = int(getattr(tensor, "block_stride", 0))
-        if of_block < max(pages):
-            return None
-        length = min(BLOCKS * len(pages), int(kv_cache_config.num_blocks)) * of_block
-        starts = [tensor.offset + at * tensor.layer_stride for at in range(len(tensor.layers))]
-        found += [(start, min(start + length, tensor.size)) for start in starts]
-    joined: list[Range] = []
-    for start, end in sorted(found):
-        if joined and start <= joined[-1][1]:
-            start, before = joined.pop()
-            end = max(end, before)
-        joined.append((start, end))
-    return joined
 
 
 def fitting(used: Sequence[Range], least: int, most: int, step: int) -> int | None:
