@@ -1,12 +1,15 @@
-"""The KV cache's addresses on a GPU, on the stand-in for the driver: scratch, parked, taken.
+"""The addresses of a KV cache, on host memory and on a GPU: scratch, parked, taken, borrowed.
 
-The stand-in's device addresses are addresses of this process, so that what lies behind them can be
-read and written here; a fault is a SIGSEGV, where a GPU ends the context.
+On the host everything is the kernel's answer, nothing is faked. The GPU is the stand-in for the
+driver, whose device addresses are addresses of this process, so that what lies behind them can be
+read and written here; a fault is a SIGSEGV, where a GPU ends the context. What must end a process
+is done by a child.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import subprocess
@@ -19,18 +22,25 @@ from engine.backends import kv_range
 from engine.backends.kv_range import KvRange
 from engine.backends.process_memory import Room
 from gms.vmm.cuda import CudaMemory
+from gms.vmm.host import HUGE_BYTES, HostMemory
 from gms.vmm.interface import release_all
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from tests.engine.pod import ROOT
-from tests.helpers import open_fds
+from tests.helpers import open_fds, until
 from tests.standin import build
 
 STEP = 2 << 20  # the granularity
 SIZE = 5 * STEP + 100  # no multiple of anything
 
-pytestmark = pytest.mark.skipif(
-    build.REAL_GPU is not None, reason="addresses of a real GPU cannot be touched from here"
+HOST = "HOST-0"
+GPU = pytest.param(
+    build.GPU_A,
+    marks=pytest.mark.skipif(
+        build.REAL_GPU is not None, reason="addresses of a real GPU cannot be touched from here"
+    ),
 )
+on_each = pytest.mark.parametrize("device", [HOST, GPU])
+on_gpu = pytest.mark.parametrize("device", [GPU])
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +72,13 @@ def free() -> Room:
     return Room(total - used(), total, "a test")
 
 
+def plenty() -> Room:
+    return Room(1 << 40, 1 << 40, "a test")
+
+
 @pytest.fixture
-def addresses(machine: None) -> Iterator[KvRange]:
-    found = KvRange(build.GPU_A, SIZE, free)
+def addresses(machine: None, device: str) -> Iterator[KvRange]:
+    found = KvRange(device, SIZE, plenty if device == HOST else free)
     yield found
     found.free()
     found.free()
@@ -78,6 +92,7 @@ def content(addresses: KvRange) -> set[int]:
     return set(ctypes.string_at(addresses.address, SIZE))
 
 
+@on_gpu
 def test_scratch_is_one_block_behind_every_address(addresses: KvRange):
     """Every byte can be touched, for the memory of one block: what is written in one part is read
     in the next."""
@@ -90,22 +105,44 @@ def test_scratch_is_one_block_behind_every_address(addresses: KvRange):
     assert seen == [b"\x09", b"\x01"] * 3  # as blocks of two steps repeat
 
 
-def test_standby_holds_nothing_and_wakes_zeroed_at_the_same_address(addresses: KvRange):
-    """Scratch, park, take, park, take: nothing is used when parked, exactly the KV cache when
-    taken, and no byte of before is left."""
+@on_each
+def test_standby_holds_nothing_and_wakes_zeroed_at_the_same_address(
+    addresses: KvRange, device: str
+):
+    """Scratch, park, take, park, take: nothing is used when parked, on a GPU exactly the KV cache
+    when taken, and no byte of before is left."""
     at = addresses.address
+    assert addresses.resident_bytes() == 0
     addresses.scratch()
     for _ in range(2):
         fill(addresses, 7)
+        assert addresses.resident_bytes() >= SIZE
         addresses.park()
         addresses.park()
         assert used() == addresses.resident_bytes() == 0
         addresses.take(0)
-        assert used() == addresses.resident_bytes() == 6 * STEP
+        assert (used() == addresses.resident_bytes() == 6 * STEP) == (device != HOST)
         assert content(addresses) == {0}
     assert addresses.address == at
 
 
+@pytest.mark.parametrize("device", [HOST])
+def test_pool_is_filled_while_it_is_borrowed_and_not_after(addresses: KvRange):
+    """A page of each huge page comes by itself; parked, the addresses are as closed as before,
+    and nothing fills them."""
+    slab = HostMemory().create(addresses.pool_bytes, "pool")
+    for _ in range(3):
+        addresses.borrow([slab], is_new=True)
+        addresses.park()
+    assert addresses.resident_bytes() == 0
+    addresses.borrow([slab], is_new=False)
+    least_bytes = SIZE // HUGE_BYTES * mmap.PAGESIZE
+    until(lambda: addresses.resident_bytes() >= least_bytes, "a page of each huge page")
+    addresses.park()
+    slab.release()
+
+
+@on_gpu
 def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: KvRange):
     """A new pool is zeroed, and what one wake writes the next one reads; between them nothing is
     behind the addresses, and the owner has its memory."""
@@ -127,25 +164,34 @@ def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: KvRa
 
 # What a child does with `r`; each but the last has to end in SIGSEGV.
 TOUCHES = {
-    "before_scratch": "write()",
-    "parked": "r.scratch(); write(); r.park(); write()",
-    "parked_again": "r.scratch(); r.park(); r.take(0); write(); r.park(); write()",
-    "none": "r.scratch(); write(); r.park(); r.take(0); write()",
+    "reads_before_scratch": "read()",
+    "writes_before_scratch": "write()",
+    "reads_when_parked": "r.scratch(); write(); r.park(); read()",
+    "writes_when_parked_again": "r.scratch(); r.park(); r.take(0); write(); r.park(); write()",
+    "none": "r.scratch(); write(); r.park(); r.take(0); write(); read(); r.park()",
+}
+ON_THE_HOST = {
+    "runs_over_the_end": f"r.take(0); write({6 * STEP})",
+    "runs_over_the_start": "r.take(0); write(-1)",
 }
 CHILD = f"""
-import ctypes
+import ctypes, sys
 from engine.backends.process_memory import Room
 from engine.backends.kv_range import KvRange
-r = KvRange({build.GPU_A!r}, {SIZE}, lambda: Room(0, 0, "a test"))
-write = lambda: ctypes.memset(r.address, 1, 1)
+r = KvRange(sys.argv[1], {SIZE}, lambda: Room(1 << 40, 1 << 40, "a test"))
+read = lambda at=0: ctypes.string_at(r.address + at, 1)
+write = lambda at=0: ctypes.memset(r.address + at, 1, 1)
 """
 
 
-@pytest.mark.parametrize("touch", TOUCHES)
-def test_touching_what_is_not_there_ends_the_process(touch: str):
-    """A standby's use of its KV cache is a fault, not memory."""
-    program = f"{CHILD}\n{TOUCHES[touch]}"
-    done = subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT)
+@on_each
+@pytest.mark.parametrize("touch", [*TOUCHES, *ON_THE_HOST])
+def test_touching_what_is_not_there_ends_the_process(device: str, touch: str):
+    """A standby that uses its KV cache has a bug, which must not become memory: a fault."""
+    if touch in ON_THE_HOST and device != HOST:
+        pytest.skip("what lies beside a GPU's range is the driver's")
+    program = f"{CHILD}\n{(TOUCHES | ON_THE_HOST)[touch]}"
+    done = subprocess.run([sys.executable, "-c", program, device], check=False, cwd=ROOT)
     assert done.returncode == (0 if touch == "none" else -signal.SIGSEGV)
 
 
@@ -165,6 +211,7 @@ def other(size_bytes: int) -> subprocess.Popen[bytes]:
     return process
 
 
+@on_gpu
 def test_full_device_is_a_sentence_and_still_parked(
     addresses: KvRange, monkeypatch: pytest.MonkeyPatch
 ):
@@ -193,6 +240,7 @@ FAILURES = {
 }
 
 
+@on_gpu
 @pytest.mark.parametrize("step", FAILURES)
 def test_driver_that_fails_half_way_leaves_it_parked(
     addresses: KvRange, monkeypatch: pytest.MonkeyPatch, step: str
@@ -210,11 +258,12 @@ def test_driver_that_fails_half_way_leaves_it_parked(
 # ---------------------------------------------------------------------- a self-test's part
 
 
-def test_scratch_memory_keeps_apart_what_a_self_test_uses(machine: None):
+@on_gpu
+def test_scratch_memory_keeps_apart_what_a_self_test_uses(device: str):
     """Two layers, whose first blocks would lie at the same place of a block of memory: the block is
     made larger, and what is written in one is not seen in the other."""
     used = [(0, 100), (4 * STEP, 4 * STEP + 100)]
-    addresses = KvRange(build.GPU_A, SIZE, free, used=used)
+    addresses = KvRange(device, SIZE, free, used=used)
     try:
         assert addresses.can_test
         addresses.scratch()
