@@ -60,7 +60,7 @@ class ParkedReference:
             self._engine, f"i-{token}", token, NO_ERA, size.kv_bytes, index_bytes(BLOCKS)
         )
         lease = borrow_pool(self._directory, DEVICE, claim, DEADLINE_S)
-        self._memory = KvMemory(size.kv_bytes, lease)
+        self._memory = KvMemory(DEVICE, size.kv_bytes, lease)
         view = self._memory.view
         cache = KVCache(config, view, SLOTS, CONTEXT)
         blocks = view[size.slots_bytes :]
