@@ -14,7 +14,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as StockWorker
 # isort: on
 
-from engine.backends.vllm.resume import hook
+from engine.backends.vllm import resume
 
 
 class Worker(StockWorker):  # type: ignore[misc]  # unknown where types are checked
@@ -24,7 +24,7 @@ class Worker(StockWorker):  # type: ignore[misc]  # unknown where types are chec
 
     def init_device(self) -> None:
         super().init_device()
-        self.problem = hook.install(self.vllm_config, self.model_runner)
+        self.problem = resume.install(self.vllm_config, self.model_runner)
 
     def sleep(self, level: int = 1) -> None:
         pass

@@ -1,7 +1,7 @@
 """In the workers: the persistent batch of vLLM's model runner of version 1.
 
 The scheduler tells a worker the prompt of a new request and not its output, so the tokens already
-made come from the request's parameters. V2 gets all tokens from the scheduler (`hook.py`).
+made come from the request's parameters. V2 gets all tokens from the scheduler.
 
 Surprising: both classes are exchanged on objects that vLLM has made. It offers no other way, and
 makes its batch anew when the KV cache's layout is known.

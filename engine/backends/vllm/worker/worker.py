@@ -28,11 +28,10 @@ from engine.backends.kv_range import KvRange, Range
 from engine.backends.memory_session import borrow, page_of
 from engine.backends.process_memory import check_can_ever_fit
 from engine.backends.shards import digest_of
-from engine.backends.vllm import membership
+from engine.backends.vllm import membership, resume
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import facts
 from engine.backends.vllm.membership import Answer, answering, reporting
-from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import kv_arena, weights
 from engine.backends.vllm.worker.identity import same_on_every_rank
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
@@ -70,8 +69,8 @@ class ParkingWorker(StockGPUWorker):
     def init_device(self) -> None:
         with reporting():
             super().init_device()
-            if os.environ.get(INSTALL_ENV):
-                self._cannot_resume = hook.install(self.vllm_config, self.model_runner)
+            if os.environ.get(resume.INSTALL_ENV):
+                self._cannot_resume = resume.install(self.vllm_config, self.model_runner)
             needed_bytes = self.ranks_together * self.cache_config.kv_cache_memory_bytes
             check_can_ever_fit(needed_bytes, self.room(), "lower --kv-cache-memory-bytes")
 
