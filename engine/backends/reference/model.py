@@ -14,7 +14,6 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -22,8 +21,6 @@ from engine.backends.process import ProgressPage
 from engine.backends.reference.generation import Generator, NewToken, TokenRequest
 from engine.backends.reference.rank import Rank
 from plumbing.errors import UnderstudyError
-
-T = TypeVar("T")
 
 # Requests that wait for a slot; more would wait for minutes, and are refused. Each has a prompt and
 # a journal of at most a context's length.
@@ -51,24 +48,6 @@ class ModelLoop:
     def in_flight(self) -> int:
         """Requests that the model has not finished."""
         return len(self._unfinished)
-
-    @property
-    def published(self) -> int:
-        """Blocks that the next engine was told of, since the wake."""
-        return self._rank.kept.writer.published if self._rank.kept is not None else 0
-
-    @property
-    def kept(self) -> int:
-        """Blocks that it would find now."""
-        return self._rank.kept.writer.kept if self._rank.kept is not None else 0
-
-    def call(self, work: Callable[[Rank], T]) -> T:
-        """Have rank 0 do `work` between two steps. An error in it ends the engine."""
-        try:
-            return work(self._rank)
-        except Exception as error:
-            self._on_failed(error)
-            raise
 
     @contextmanager
     def generate(self, wanted: TokenRequest) -> Iterator[asyncio.Queue[NewToken]]:
@@ -110,7 +89,11 @@ class ModelLoop:
 
     def _step(self) -> None:
         self._turn = None
-        made = self.call(lambda rank: self._generator.step())
+        try:
+            made = self._generator.step()
+        except Exception as error:
+            self._on_failed(error)
+            raise
         self._page.count += 1
         if self._rank.kept is not None:
             self._rank.kept.writer.stepped()

@@ -66,7 +66,7 @@ async def serve(
         model = ModelLoop(rank, settings.slots, member.end, page)
         served = ServedModel(names, tokenizer, model, ready, member.engine)
         served.continuation_id = continuation_id(settings.directory, names[0], ready)
-        backend = ReferenceBackend(served, member.seat)
+        backend = ReferenceBackend(served, rank, member.seat)
         await backend.prepare()
     except Exception as error:
         member.end(error)
@@ -85,10 +85,11 @@ async def serve(
 class ReferenceBackend:
     """One incarnation's model service: what `channel.Backend` asks for."""
 
-    def __init__(self, served: ServedModel, seat: serving.ServingSeat | None) -> None:
-        """`seat`: this process's; without one it cannot sleep."""
+    def __init__(self, served: ServedModel, rank: Rank, seat: serving.ServingSeat | None) -> None:
+        """`seat`: this process's; without one it cannot sleep. Rank 0 does what it is told between
+        two steps of the model."""
         self._seat = seat
-        self._served, self._model = served, served.model
+        self._served, self._model, self._rank = served, served.model, rank
         self._lent: socket.socket | None = None  # from a wake until it serves
         self._accepting: asyncio.Server | None = None
         logging.getLogger("aiohttp.server").addFilter(is_our_fault)
@@ -111,7 +112,7 @@ class ReferenceBackend:
         for the first time takes several times as long, and should not do so after a grant."""
         loop, served = asyncio.get_running_loop(), self._served
         served.is_behind_gateway = True
-        self._model.call(lambda rank: rank.rehearse(is_on=True))
+        self._rank.rehearse(is_on=True)
         for request in REHEARSED:
             ours, theirs = socket.socketpair()
             with ours:
@@ -120,7 +121,7 @@ class ReferenceBackend:
                 await loop.sock_sendall(ours, request.encode())
                 while await loop.sock_recv(ours, LINE_BYTES_MAX):
                     pass
-        self._model.call(lambda rank: rank.rehearse(is_on=False))
+        self._rank.rehearse(is_on=False)
 
     async def wake(self, token: int, listening: OwnedFd, *, era: str = NO_ERA) -> WokenMsg:
         """Take KV memory and keep `listening` for `serve`. Takes the fd."""
@@ -130,10 +131,10 @@ class ReferenceBackend:
             self._served.token = token
             self._served.is_behind_gateway = is_private(listening)
             self._lent = socket.socket(fileno=listening.detach())
-        return self._model.call(lambda rank: rank.take_memory(token, era))
+        return self._rank.take_memory(token, era)
 
     async def run_canary(self) -> CanaryMsg:
-        return self._model.call(lambda rank: rank.check())
+        return self._rank.check()
 
     async def serve(self) -> None:
         assert self._lent is not None
@@ -141,13 +142,13 @@ class ReferenceBackend:
         self._accepting = await loop.create_server(self._server, sock=lent, backlog=BACKLOG)
 
     def health(self) -> HealthyMsg:
-        served, model = self._served, self._model
+        served, kept = self._served, self._rank.kept
         return HealthyMsg(
-            in_flight=model.in_flight,
+            in_flight=self._model.in_flight,
             rejected=served.rejected,
             replayed=served.replayed,
-            published_blocks=model.published,
-            kept_blocks=model.kept,
+            published_blocks=kept.writer.published if kept is not None else 0,
+            kept_blocks=kept.writer.kept if kept is not None else 0,
         )
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
@@ -190,11 +191,11 @@ class ReferenceBackend:
             await asyncio.sleep(POLL_S)
         served.is_draining = served.is_continued = False
         left_s = max(0.0, end - loop.time())
-        return self._model.call(lambda rank: rank.give_memory(keep_kv, left_s))
+        return self._rank.give_memory(keep_kv, left_s)
 
     async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
         """Release the weights on every rank, or map them again."""
-        return self._model.call(lambda rank: rank.place(is_away, budget_s))
+        return self._rank.place(is_away, budget_s)
 
     @property
     def _server(self) -> web.Server:
