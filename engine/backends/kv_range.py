@@ -1,5 +1,10 @@
 """Addresses for a KV cache, with or without memory behind them: a GPU's, or host memory.
 
+    scratch   any address may be touched, nothing lasts   warm-up, graph capture
+    parked    addresses only, touching them is fatal      standby
+    taken     zeroed memory, or the pool's with what      from the wake on
+              earlier engines have left in it
+
 While parked they must not be touched. On the host a read or write kills the process (SIGSEGV),
 which is better than a standby that quietly takes memory; on a GPU it destroys the context.
 
@@ -18,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from itertools import pairwise
 
 from engine.backends.process_memory import (
@@ -39,6 +45,14 @@ SCRATCH_BYTES_MAX = 256 << 20
 TEST_BYTES_MAX = 1 << 30
 
 Range = tuple[int, int]  # from, to: bytes
+
+
+class Backing(StrEnum):
+    """What is behind the addresses."""
+
+    SCRATCH = "scratch"
+    PARKED = "parked"
+    TAKEN = "taken"
 
 
 class KvRange:
@@ -76,29 +90,35 @@ class KvRange:
         # A multiple of the scratch block: allocations are mapped whole, and addresses are free.
         self._range = self._memory.reserve(_up(size_bytes, self._scratch_bytes))
         self._undo = contextlib.ExitStack()
+        self.backing = Backing.PARKED
 
     @property
     def address(self) -> int:
         return self._range.address
 
     def scratch(self) -> None:
-        """Map one block of memory behind every part of the range.
+        """Map one block of memory behind every part of a parked range.
 
         Raises:
             UnderstudyError: `gms.device_full`.
         """
+        if self.backing is not Backing.PARKED:
+            raise InvariantError(f"scratch memory for a KV cache that is {self.backing}")
         with contextlib.ExitStack() as undo:
             block = self._memory.create(self._scratch_bytes, "kv-scratch")
             undo.callback(block.release)
             times = self._range.size_bytes // self._scratch_bytes
             self._map(undo, [block] * times, is_new=True)
+        self.backing = Backing.SCRATCH
 
     def park(self) -> None:
-        """Release all memory and keep the addresses."""
+        """Release all memory and keep the addresses; idempotent."""
+        # Set first: after a failure half-way the memory must not count as taken.
+        self.backing = Backing.PARKED
         self._undo.close()
 
     def take(self, deadline_s: float) -> None:
-        """Map zeroed memory behind all of a parked range, once the device has it free.
+        """Map zeroed memory behind all of the range, once the device has it free; idempotent.
 
         A process that has just died may hold its memory for a moment longer, so a full device is
         retried until the deadline. The host's kernel overcommits, and must be asked first.
@@ -107,6 +127,9 @@ class KvRange:
             WaitTimeoutError: `engine.kv_memory_busy`; the range stays parked.
             UnderstudyError: `gms.driver_failed`; likewise.
         """
+        if self.backing is Backing.TAKEN:
+            return
+        self.park()
         most, size_bytes = self._memory.allocation_bytes_max or self.pool_bytes, self.pool_bytes
         parts = [min(most, size_bytes - at) for at in range(0, size_bytes, most)]
         needed_bytes, kept_bytes = size_bytes * self._ranks, RESERVE_BYTES if self._is_host else 0
@@ -129,20 +152,24 @@ class KvRange:
 
             keep_trying(attempt, needed_bytes, deadline_s, kept_bytes)
             self._map(undo, blocks, is_new=True)
-            self._fill(blocks)
+        self._taken(blocks)
 
     def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
-        """Map slabs behind all of a parked range. They stay their owner's; new ones are zeroed.
+        """Map slabs behind all of the range; idempotent. They stay their owner's; new ones are
+        zeroed.
 
         Raises:
             UnderstudyError: `gms.driver_failed`; the range stays parked.
         """
+        if self.backing is Backing.TAKEN:
+            return
+        self.park()
         found_bytes = sum(slab.size_bytes for slab in slabs)
         if found_bytes != self.pool_bytes:
             raise InvariantError(f"a pool of {found_bytes} bytes for {self.pool_bytes}")
         with contextlib.ExitStack() as undo:
             self._map(undo, slabs, is_new=is_new)
-            self._fill(slabs)
+        self._taken(slabs)
 
     def resident_bytes(self) -> int:
         """What is mapped; on a device, mapped memory is resident. On the host the kernel is asked,
@@ -166,9 +193,10 @@ class KvRange:
             self._range.clear()  # leftovers of other processes may be NaN
         self._undo = undo.pop_all()
 
-    def _fill(self, slabs: Sequence[Allocation]) -> None:
+    def _taken(self, slabs: Sequence[Allocation]) -> None:
         """Host memory gets huge pages meanwhile: a process with small ones takes 72 ms per GiB to
         die, which delays the next grant."""
+        self.backing = Backing.TAKEN
         if not self._is_host:
             return
         fds, size = [slab.fileno() for slab in slabs], self.pool_bytes

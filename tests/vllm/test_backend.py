@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from engine.backends.kv_range import Backing
 from engine.backends.vllm import contracts, membership
 from engine.backends.vllm.api import backend as backend_module
 from engine.backends.vllm.api import kept_memory
@@ -23,7 +24,6 @@ from engine.backends.vllm.api.features import Features
 from engine.backends.vllm.api.kept_memory import KeptMemory
 from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.worker import weights
-from engine.backends.vllm.worker.kv_arena import Backing
 from engine.backends.vllm.worker.worker import ParkingWorker, StockGPUWorker
 from engine.messages import WeightsPlacedMsg, WokenMsg
 from lockserver import serving
@@ -377,7 +377,7 @@ def test_nothing_is_computed_without_weights(monkeypatch: pytest.MonkeyPatch):
 def test_weights_that_are_needed_or_not_the_services_stay(monkeypatch: pytest.MonkeyPatch):
     """A rank with KV memory refuses; private copies are no error: the note has the reason."""
     found, _ = make_worker(SimpleNamespace(is_away=False), monkeypatch)
-    found.arena = SimpleNamespace(backing=Backing.TAKEN)
+    found.kv = SimpleNamespace(backing=Backing.TAKEN)
     assert found.understudy_place_weights(True, 1.0)["code"] == "vllm.not_parked"
     private = weights.RankWeights(SimpleNamespace())  # type: ignore[arg-type]
     private.cannot_offload = "it has a private copy"
@@ -393,7 +393,7 @@ def test_a_rank_maps_what_was_released_before_it_takes_memory(monkeypatch: pytes
     done: list[str] = []
     ours = SimpleNamespace(bring_back=lambda budget_s: 1 / 0)
     found, _ = make_worker(ours, monkeypatch)
-    found.arena = SimpleNamespace(take=lambda left_s: done.append("memory"))
+    found.kv = SimpleNamespace(take=lambda left_s: done.append("memory"))
     assert found.understudy_take_kv(9.0)["problem"]
     assert not done
     ours.bring_back = lambda budget_s: done.append("weights")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.kv_range import KvRange
+from engine.backends.kv_range import Backing, KvRange
 from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import worker, worker_cpu
-from engine.backends.vllm.worker.kv_arena import Backing, KVArena
+from engine.backends.vllm.worker.kv_arena import KVArena
 from engine.backends.vllm.worker.worker import StockGPUWorker
 from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker
 from gms.vmm.host import HostMemory
@@ -42,30 +42,23 @@ def addresses(room: SimpleNamespace) -> Iterator[KvRange]:
     found.free()
 
 
-@pytest.fixture
-def arena(addresses: KvRange) -> KVArena:
-    return KVArena(addresses, CPU)
-
-
-def allocate(arena: KVArena) -> torch.Tensor:
-    with arena:
+def allocate(addresses: KvRange) -> torch.Tensor:
+    with KVArena(addresses, CPU):
         return torch.zeros(SIZE, dtype=torch.int8, device=torch.device("cpu"))
 
 
-def test_kv_buffer_lies_at_our_addresses_and_other_tensors_do_not(
-    arena: KVArena, addresses: KvRange
-):
+def test_kv_buffer_lies_at_our_addresses_and_other_tensors_do_not(addresses: KvRange):
     """vLLM's one call, among others like it: only that one is ours, and only inside the context."""
-    with arena:
+    with KVArena(addresses, CPU):
         others = [torch.zeros(8), torch.zeros(4, 4, dtype=torch.int32), torch.ones(3)]
         buffer = torch.zeros(SIZE, dtype=torch.int8, device=torch.device("cpu"))
     outside = torch.zeros(SIZE, dtype=torch.int8)
     start, end = addresses.address, addresses.address + SIZE
     assert (buffer.data_ptr(), buffer.numel(), buffer.dtype) == (start, SIZE, torch.int8)
     assert all(not start <= each.data_ptr() < end for each in (*others, outside))
-    assert (arena.backing, arena.kv_bytes) == (Backing.SCRATCH, SIZE)
+    assert addresses.backing is Backing.SCRATCH
     buffer.fill_(3)  # warming up may touch all of it
-    assert arena.addresses.resident_bytes() >= SIZE
+    assert addresses.resident_bytes() >= SIZE
 
 
 @pytest.mark.parametrize(
@@ -73,9 +66,10 @@ def test_kv_buffer_lies_at_our_addresses_and_other_tensors_do_not(
     [([], "none"), ([SIZE - 1], str(SIZE - 1)), ([SIZE, 8], f"{SIZE} and 8"), ([SIZE] * 2, "and")],
 )
 def test_any_other_allocation_is_refused_with_both_numbers(
-    arena: KVArena, sizes: list[int], seen: str
+    addresses: KvRange, sizes: list[int], seen: str
 ):
     """None, another size, one more: a vLLM that we do not know fails at start."""
+    arena = KVArena(addresses, CPU)
     with pytest.raises(UsageError, match=r"vllm\.kv_contract") as caught, arena:  # noqa: PT012 - vLLM's side
         for size in sizes:
             torch.zeros(size, dtype=torch.int8)
@@ -83,24 +77,25 @@ def test_any_other_allocation_is_refused_with_both_numbers(
     assert seen in caught.value.message
 
 
-def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(arena: KVArena):
-    """Two slabs of a pool, the last larger than needed: what one wake writes the next one reads,
-    and in between there is nothing behind the addresses."""
-    memory = HostMemory()
-    slabs = [memory.create(size, "slab") for size in (2 << 20, 4 << 20)]
-    buffer = allocate(arena)
+def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: KvRange):
+    """Two slabs of a pool: what one wake writes the next one reads, and in between there is nothing
+    behind the addresses."""
+    memory, first_bytes = HostMemory(), 2 << 20
+    sizes = first_bytes, addresses.pool_bytes - first_bytes
+    slabs = [memory.create(size, "slab") for size in sizes]
+    buffer = allocate(addresses)
     buffer.fill_(1)
-    arena.borrow(slabs, is_new=True)
-    assert (arena.backing, int(buffer.count_nonzero())) == (Backing.TAKEN, 0)
+    addresses.borrow(slabs, is_new=True)
+    assert (addresses.backing, int(buffer.count_nonzero())) == (Backing.TAKEN, 0)
     buffer.fill_(7)
-    arena.release()
-    assert (arena.backing, arena.addresses.resident_bytes()) == (Backing.PARKED, 0)
-    arena.borrow(slabs, is_new=False)
+    addresses.park()
+    assert (addresses.backing, addresses.resident_bytes()) == (Backing.PARKED, 0)
+    addresses.borrow(slabs, is_new=False)
     assert bool((buffer == 7).all())
-    arena.release()
+    addresses.park()
     with pytest.raises(InvariantError, match="a pool of"):
-        arena.borrow(slabs[:1], is_new=False)
-    assert (arena.backing, arena.addresses.resident_bytes()) == (Backing.PARKED, 0)
+        addresses.borrow(slabs[:1], is_new=False)
+    assert (addresses.backing, addresses.resident_bytes()) == (Backing.PARKED, 0)
     release_all(slabs)
 
 
@@ -157,7 +152,7 @@ def test_cache_of_several_buffers_is_refused(reported: list[UnderstudyError], si
 
 
 def test_waking_without_memory_is_refused_and_repeating_is_harmless(
-    arena: KVArena, monkeypatch: pytest.MonkeyPatch
+    addresses: KvRange, monkeypatch: pytest.MonkeyPatch
 ):
     """vLLM's words: asleep twice, awake before memory was taken (an error), then twice."""
     ours = SimpleNamespace(bring_back=lambda budget_s: None)
@@ -165,33 +160,33 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
     found = make_worker()
     found.sleep()
     found.wake_up()  # neither has anything to do before there is a cache
-    found.arena = arena
-    allocate(arena)
+    found.kv = addresses
+    allocate(addresses)
     for _ in range(2):
         found.sleep(2)
-        assert arena.backing is Backing.PARKED
+        assert addresses.backing is Backing.PARKED
     with pytest.raises(UnderstudyError, match=r"rank 1 is parked.*\[engine\.not_awake\]"):
         found.wake_up()
     for _ in range(2):
         answer = found.understudy_take_kv(0.0)
-        assert (answer["problem"], answer["rank"], arena.backing) == ("", 1, Backing.TAKEN)
+        assert (answer["problem"], answer["rank"], addresses.backing) == ("", 1, Backing.TAKEN)
         found.wake_up(["kv_cache"])
     found.discard(("weights",))
-    assert arena.backing is Backing.TAKEN
+    assert addresses.backing is Backing.TAKEN
     found.discard(("weights", "kv_cache"))
-    assert arena.backing is Backing.PARKED
+    assert addresses.backing is Backing.PARKED
 
 
 def test_methods_that_the_backend_calls_never_raise(
-    arena: KVArena, room: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    addresses: KvRange, room: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
     """No room: a code and a sentence. A bug: a code and its text. Never an exception, which would
     leave the other ranks' answers for the next question."""
     ours = SimpleNamespace(bring_back=lambda budget_s: None)
     monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
-    found.arena = arena
-    allocate(arena)
+    found.kv = addresses
+    allocate(addresses)
     room.free_bytes = 0
     answer = found.understudy_take_kv(0.0)
     assert (answer["rank"], answer["code"]) == (1, "engine.kv_memory_busy")
@@ -202,7 +197,7 @@ def test_methods_that_the_backend_calls_never_raise(
 
 
 def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
-    arena: KVArena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    addresses: KvRange, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Goal: vLLM is never told of a rank that fails to park, and the backend always is. Method: an
     unmap that fails once: no exception from `sleep`, a refusal of every question after it, and the
@@ -214,14 +209,14 @@ def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
     weights.is_away, weights.bring_back = False, lambda budget_s: None
     monkeypatch.setattr(worker.weights, "_of_this_process", weights)
     found = make_worker()
-    found.arena = arena
-    allocate(arena)
+    found.kv = addresses
+    allocate(addresses)
     assert "before the serving file was joined" in found.understudy_take_kv(0.0)["problem"]
     assert not found.understudy_join(1)["problem"]
     assert not found.understudy_take_kv(0.0)["problem"]
     assert found.understudy_rest(False)["code"] == "vllm.not_parked"
     with monkeypatch.context() as broken:
-        broken.setattr(arena, "release", lambda: 1 / 0)
+        broken.setattr(addresses, "park", lambda: 1 / 0)
         found.sleep()
     for answer in (found.understudy_status(), found.understudy_rest(False)):
         assert answer["code"] == "vllm.not_parked"
@@ -229,14 +224,14 @@ def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
     assert seat.token == 1
     found.sleep()
     assert found.understudy_rest(False)["kv_resident_bytes"] == 0
-    assert (seat.token, arena.backing) == (0, Backing.PARKED)
+    assert (seat.token, addresses.backing) == (0, Backing.PARKED)
     seat.close()
 
 
-def test_a_warm_up_is_not_repeated(arena: KVArena):
+def test_a_warm_up_is_not_repeated(addresses: KvRange):
     """It would write to blocks 1, 2 and so on, whoever's they are."""
     found = make_worker()
-    found.arena = arena
+    found.kv = addresses
     with pytest.raises(UnderstudyError, match="warm up while its KV memory is parked"):
         found.compile_or_warm_up_model()
 

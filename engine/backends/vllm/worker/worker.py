@@ -24,17 +24,17 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends import process_memory
-from engine.backends.kv_range import KvRange, Range
+from engine.backends.kv_range import Backing, KvRange, Range
 from engine.backends.memory_session import borrow, page_of
 from engine.backends.process_memory import check_can_ever_fit
 from engine.backends.shards import digest_of
-from engine.backends.vllm import membership, resume
+from engine.backends.vllm import NO_SELF_TEST, membership, resume
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import facts
 from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.worker import kv_arena, weights
 from engine.backends.vllm.worker.identity import same_on_every_rank
-from engine.backends.vllm.worker.kv_arena import Backing, KVArena
+from engine.backends.vllm.worker.kv_arena import KVArena
 from engine.kv.layout import index_bytes
 from gms.client import BEGUN, KvClaim, KvLease
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
@@ -48,7 +48,7 @@ class ParkingWorker(StockGPUWorker):
     """What both workers have in common; its `super()` is the platform's worker (vLLM's CPU worker
     is a subclass of its GPU worker)."""
 
-    arena: KVArena | None = None
+    kv: KvRange | None = None  # once vLLM has asked for it
     _expected_bytes = 0
     _cannot_resume = ""  # what is in the way
     _blocks = 0
@@ -93,7 +93,7 @@ class ParkingWorker(StockGPUWorker):
             self._blocks = int(kv_cache_config.num_blocks)
             self._used_by_test = kv_arena.ranges(kv_cache_config)
             super().initialize_from_config(kv_cache_config)
-            if self.arena is None:
+            if self.kv is None:
                 raise UsageError(
                     "vllm.kv_contract",
                     "this vLLM allocated its KV cache without asking its worker for memory; does it"
@@ -102,8 +102,7 @@ class ParkingWorker(StockGPUWorker):
             if not os.environ.get(KEEP_KV_ENV):
                 return
             try:
-                address = self.arena.addresses.address
-                self._kv_facts = facts.facts_of(self, kv_cache_config, address)
+                self._kv_facts = facts.facts_of(self, kv_cache_config, self.kv.address)
             except Exception as error:  # an engine that publishes nothing serves all the same
                 logger.exception("what KV blocks depend on cannot be found out")
                 self._cannot_keep = f"{type(error).__name__}: {error}"
@@ -114,10 +113,10 @@ class ParkingWorker(StockGPUWorker):
         Raises:
             UnderstudyError: `engine.warm_up`; it would overwrite blocks, or touch no memory.
         """
-        if self.arena is not None and self.arena.backing is not Backing.SCRATCH:
+        if self.kv is not None and self.kv.backing is not Backing.SCRATCH:
             raise UnderstudyError(
                 "engine.warm_up",
-                f"rank {self.rank} is asked to warm up while its KV memory is {self.arena.backing}",
+                f"rank {self.rank} is asked to warm up while its KV memory is {self.kv.backing}",
             )
         return super().compile_or_warm_up_model()
 
@@ -125,15 +124,14 @@ class ParkingWorker(StockGPUWorker):
         if tag != "kv_cache":
             elsewhere: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
             return elsewhere
-        addresses = KvRange(
+        self.kv = KvRange(
             weights.device_of(self.rank),
             self._expected_bytes,
             self.room,
             ranks=self.ranks_together,
             used=self._used_by_test,
         )
-        self.arena = KVArena(addresses, torch.device(self.device))
-        return self.arena
+        return KVArena(self.kv, torch.device(self.device))
 
     # ------------------------------------------------------------------ park and wake
 
@@ -151,12 +149,12 @@ class ParkingWorker(StockGPUWorker):
             self._not_parked = f"the KV memory was not freed: {type(error).__name__}: {error}"
 
     def _park(self) -> None:
-        if self.arena is not None:
-            self.arena.release()
+        if self.kv is not None:
+            self.kv.park()
 
     @property
     def _has_kv(self) -> bool:
-        return self.arena is not None and self.arena.backing is not Backing.PARKED
+        return self.kv is not None and self.kv.backing is not Backing.PARKED
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Only check that there is memory: the engine's own, or, for a self-test, scratch memory.
@@ -164,10 +162,10 @@ class ParkingWorker(StockGPUWorker):
         Raises:
             UnderstudyError: `engine.not_awake`; to continue would touch memory that is not there.
         """
-        if self.arena is not None and self.arena.backing is Backing.PARKED:
+        if self.kv is not None and self.kv.backing is Backing.PARKED:
             raise UnderstudyError(
                 "engine.not_awake",
-                f"rank {self.rank} is {self.arena.backing}: its KV memory must be taken first",
+                f"rank {self.rank} is {self.kv.backing}: its KV memory must be taken first",
             )
 
     def discard(self, tags: tuple[str, ...]) -> None:
@@ -178,12 +176,12 @@ class ParkingWorker(StockGPUWorker):
 
     @answering
     def understudy_status(self) -> Answer:
-        ours, arena = weights.of_this_process(), self.arena
+        ours = weights.of_this_process()
         if self._not_parked:
             raise UnderstudyError("vllm.not_parked", self._not_parked)
         return {
             "weights_bytes": ours.bytes,
-            "kv_bytes": arena.kv_bytes if arena else 0,
+            "kv_bytes": self.kv.size_bytes if self.kv else 0,
             "epoch": ours.epoch,
             "identity": same_on_every_rank(ours.identity),
             "cannot_resume": self._cannot_resume,
@@ -199,8 +197,14 @@ class ParkingWorker(StockGPUWorker):
     @answering
     def understudy_scratch(self) -> None:
         """For a self-test of an engine that is parked. `sleep` follows."""
-        if self.arena is not None:
-            self.arena.scratch()
+        if self.kv is not None and not self.kv.can_test:
+            raise UsageError(
+                NO_SELF_TEST,
+                "the KV blocks of this model are too large, or lie in parts, so that a self-test in"
+                " scratch memory is not possible",
+            )
+        if self.kv is not None:
+            self.kv.scratch()
 
     @answering
     def understudy_join(self, token: int) -> None:
@@ -216,14 +220,14 @@ class ParkingWorker(StockGPUWorker):
         membership.check_serving()
         end_s = time.monotonic() + deadline_s
         weights.of_this_process().bring_back(deadline_s)
-        arena, pool, left_s = self.arena, {}, max(0.0, end_s - time.monotonic())
-        if arena is not None and not token:
-            arena.take(left_s)
-        elif arena is not None:
-            pool = self._borrow(arena, left_s, token, era)
+        kv, pool, left_s = self.kv, {}, max(0.0, end_s - time.monotonic())
+        if kv is not None and not token:
+            kv.take(left_s)
+        elif kv is not None:
+            pool = self._borrow(kv, left_s, token, era)
         return {"pool": pool}
 
-    def _borrow(self, arena: KVArena, deadline_s: float, token: int, era: str) -> Answer:
+    def _borrow(self, kv: KvRange, deadline_s: float, token: int, era: str) -> Answer:
         """What the engine core needs, to keep the index of this rank's pool. The first holder of a
         new region on a GPU zeroes it before it is used.
 
@@ -232,11 +236,11 @@ class ParkingWorker(StockGPUWorker):
         """
         member, device = membership.current(), weights.device_of(self.rank)
         records = self._blocks if self.rank == 0 else 0  # the others' pools have a header only
-        sizes = arena.addresses.pool_bytes, index_bytes(records)
+        sizes = kv.pool_bytes, index_bytes(records)
         claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
         if self._lease is None:
             self._lease = borrow(device, claim, deadline_s)
-        arena.borrow(self._lease.slabs, is_new=self._lease.is_fresh)
+        kv.borrow(self._lease.slabs, is_new=self._lease.is_fresh)
         self._lease.mark(BEGUN)  # the memory is zero or a predecessor's; from here on it is written
         known, ours = self._kv_facts, weights.of_this_process()
         if known is not None:
@@ -253,8 +257,7 @@ class ParkingWorker(StockGPUWorker):
             UnderstudyError: `vllm.not_parked`, or the memory service's reason; it holds the serving
                 file still.
         """
-        arena = self.arena
-        resident_bytes = arena.addresses.resident_bytes() if arena is not None else 0
+        resident_bytes = self.kv.resident_bytes() if self.kv is not None else 0
         if self._not_parked or self._has_kv or resident_bytes:
             why = (
                 f"the KV memory is still mapped: {self._has_kv}, with {resident_bytes} bytes"
