@@ -1,4 +1,4 @@
-"""KV memory: its size, where it lives, its blocks, and what the next engine adopts of them.
+"""KV memory: its size, its blocks, and what the next engine adopts of them.
 
 One piece of memory per rank holds the slots of the running sequences and behind them the blocks of
 the prefix cache. The memory service lends it, so that it outlives the engine.
@@ -10,7 +10,6 @@ and without this cache.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from array import array
@@ -23,14 +22,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from engine.backends import process_memory
-from engine.backends.kv_range import KvRange
 from engine.backends.reference.config import LlamaConfig, Settings
 from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
 from engine.backends.reference.ranks import Array, Peers
 from engine.backends.shards import digest_of
 from engine.kv.layout import IndexHeader, IndexRecord
 from engine.kv.writer import IndexWriter
-from gms.client import BEGUN, KvLease
 from plumbing import __version__
 from plumbing.errors import UsageError
 
@@ -242,39 +239,3 @@ def headers_of(
         )
         for rank, (pool, epoch, identity) in enumerate(ranks)
     ]
-
-
-# ---------------------------------------------------------------------- memory
-
-
-class KvMemory:
-    """This rank's, from a wake to a rest."""
-
-    def __init__(self, device: str, size_bytes: int, lease: KvLease) -> None:
-        """Takes `lease`; an error here ends the process.
-
-        Raises:
-            UnderstudyError: `gms.driver_failed`.
-        """
-        self.lease = lease
-        self._range = KvRange(device, size_bytes, process_memory.read_room)
-        self._range.borrow(lease.slabs, is_new=lease.is_fresh)
-        lease.mark(BEGUN)
-        self.view = memoryview((ctypes.c_uint8 * size_bytes).from_address(self._range.address))
-
-    def give_back(self, wait_s: float, *, is_kept: bool) -> int:
-        """Unmap it, once `view` is not used any more; how many bytes are resident after that.
-
-        `is_kept`: the next engine finds it. Otherwise wait until the service has freed it.
-
-        Raises:
-            UnderstudyError: as `KvLease.give_up`.
-        """
-        self._range.park()
-        resident_bytes = self._range.resident_bytes()
-        self._range.free()
-        if is_kept:
-            self.lease.close()
-        else:
-            self.lease.give_up(wait_s)
-        return resident_bytes

@@ -20,16 +20,16 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.backends import process
+from engine.backends.kv_range import KvRange
 from engine.backends.memory_session import KeptPools, KeptWeights, borrow, host_device
 from engine.backends.process import BackendProcess
-from engine.backends.process_memory import DEADLINE_S
+from engine.backends.process_memory import DEADLINE_S, read_room
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
 from engine.backends.reference.config import Settings
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, canary
 from engine.backends.reference.kv_blocks import (
     BlockStore,
-    KvMemory,
     PrefixCache,
     headers_of,
     size_kv,
@@ -38,7 +38,7 @@ from engine.backends.reference.ranks import PEERS_ENV, RANK_LOST, Peers, Pipe, R
 from engine.backends.shards import digest_of
 from engine.kv.layout import index_bytes
 from engine.messages import CanaryMsg, RestedMsg, WeightsPlacedMsg, WokenMsg
-from gms.client import KvClaim, KvLease
+from gms.client import BEGUN, KvClaim, KvLease
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.log import configure
 
@@ -66,7 +66,8 @@ class Rank:
         self._peers, self._settings, self._member = peers, settings, member
         self._size = size_kv(config, settings)
         self._blocks: BlockStore | None = None
-        self._memory: KvMemory | None = None
+        self._kv = KvRange(host_device(settings.rank), self._size.kv_bytes, read_room)
+        self._lease: KvLease | None = None  # of its memory, from a wake to a rest
         self.generator: Generator | None = None
         self.kept: KeptPools | None = None
         self._queue = process.queue_page()
@@ -136,15 +137,16 @@ class Rank:
             member.seat.join(token)
         sizes = size.kv_bytes, index_bytes(size.blocks)
         claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
-        device, lease = host_device(settings.rank), _borrow(claim, settings.rank)
-        memory = self._memory = KvMemory(device, size.kv_bytes, lease)
-        config, slots = self._decoder.config, settings.slots
-        cache = self._caches[SERVING] = KVCache(config, memory.view, slots, size.context, SERVING)
-        blocks = memory.view[size.slots_bytes :]
+        lease = self._lease = _borrow(claim, settings.rank)
+        self._kv.borrow(lease.slabs, is_new=lease.is_fresh)
+        lease.mark(BEGUN)
+        config, slots, view = self._decoder.config, settings.slots, self._kv.view()
+        cache = self._caches[SERVING] = KVCache(config, view, slots, size.context, SERVING)
+        blocks = view[size.slots_bytes :]
         store = self._blocks = BlockStore(config, blocks, size.blocks, cache, self._peers)
         if settings.rank:
             return WokenMsg("gms")
-        kept = self.kept = self._keep(claim, memory.lease)
+        kept = self.kept = self._keep(claim, lease)
         prefixes = PrefixCache(store, size.blocks, kept.writer, kept.adopted)
         interval_s = settings.token_interval_ms / 1000
         self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
@@ -169,18 +171,23 @@ class Rank:
         Raises:
             UnderstudyError: as `KvLease.give_up`.
         """
-        memory, kept, resident_bytes = self._memory, self.kept, 0
+        mine, kept, resident_bytes = self._lease, self.kept, 0
         if self.generator is not None and self.generator.has_work:
             raise InvariantError("asked for its KV memory while requests use it")
-        self._memory = self.kept = self._blocks = self.generator = None
+        self._lease = self.kept = self._blocks = self.generator = None
         self._caches.pop(SERVING, None)
         if kept is not None:
             kept.close()
             for lease in kept.leases[1:]:
                 lease.close()
             del kept
-        if memory is not None:
-            resident_bytes = memory.give_back(budget_s, is_kept=keep_kv)
+        if mine is not None:
+            self._kv.park()
+            resident_bytes = self._kv.resident_bytes()
+        if mine is not None and keep_kv:
+            mine.close()
+        elif mine is not None:
+            mine.give_up(budget_s)
         if self._member.seat is not None:
             self._member.seat.leave()
         self._peers.call("give_memory", keep_kv, budget_s)
@@ -198,7 +205,7 @@ class Rank:
         freed_bytes, note = 0, ""
         if not is_away:
             self._weights.bring_back(budget_s)
-        elif self._memory is None:
+        elif self._lease is None:
             freed_bytes, note = self._weights.let_go()
         mine = WeightsPlacedMsg(self._weights.is_away, freed_bytes, note[:4096])
         everyone: list[WeightsPlacedMsg] = [mine, *self._peers.answers()]

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.backends.kv_range import KvRange
 from engine.backends.memory_session import KeptPools
+from engine.backends.process_memory import read_room
 from engine.backends.reference.checkpoint import open_checkpoint
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, SamplingParams, TokenRequest
 from engine.backends.reference.kv_blocks import (
     BLOCK_TOKENS,
     BlockStore,
-    KvMemory,
     KvSize,
     PrefixCache,
     headers_of,
 )
 from engine.backends.reference.ranks import Peers
 from engine.kv.layout import index_bytes
-from gms.client import KvClaim, borrow_pool
+from gms.client import BEGUN, KvClaim, borrow_pool
 from gms.messages import NO_ERA
 
 DEVICE = "HOST-0"
@@ -60,8 +61,10 @@ class ParkedReference:
             self._engine, f"i-{token}", token, NO_ERA, size.kv_bytes, index_bytes(BLOCKS)
         )
         lease = borrow_pool(self._directory, DEVICE, claim, DEADLINE_S)
-        self._memory = KvMemory(DEVICE, size.kv_bytes, lease)
-        view = self._memory.view
+        self._kv = KvRange(DEVICE, size.kv_bytes, read_room)
+        self._kv.borrow(lease.slabs, is_new=lease.is_fresh)
+        lease.mark(BEGUN)
+        view = self._kv.view()
         cache = KVCache(config, view, SLOTS, CONTEXT)
         blocks = view[size.slots_bytes :]
         store = BlockStore(config, blocks, BLOCKS, cache, self._leader)
