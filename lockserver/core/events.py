@@ -14,7 +14,7 @@ lost state a lock is free as soon as no local process holds a witness.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -101,10 +101,10 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class SwitchOverAsked(msgspec.Struct, frozen=True):
-    """A request to hand `lock` over to engine `to`, or to the first one waiting. `drain`: no stream
-    may be left for the next engine to continue."""
+    """A request to hand `lock` over to engine `to`, or to the first one waiting. `ask`: what the
+    shell calls it. `drain`: no stream may be left for the next engine to continue."""
 
-    ask: int
+    ask: Hashable
     pid: int
     lock: str
     to: str | None
@@ -158,7 +158,7 @@ class Forget(LockEffect, frozen=True):
 class AnswerSwitchOver(LockEffect, frozen=True):
     """Tell who requested a switchover how it ended, or why it was not begun."""
 
-    ask: int
+    ask: Hashable
     answer: SwitchedOverMsg | UnderstudyError
 
 

@@ -21,7 +21,7 @@ is told to end, each engine learns that at another moment, so an older want prov
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from lockserver.core import events as ev
@@ -42,9 +42,9 @@ from plumbing.errors import UnderstudyError
 
 @dataclass(slots=True)
 class Switchover:
-    """One under way. `ask` identifies the request, None once it has been answered."""
+    """One under way."""
 
-    ask: int | None
+    ask: Hashable  # None once it has been answered
     pid: int
     source: Holder
     to: str

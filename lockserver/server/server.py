@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
 import resource
 from collections import deque
@@ -153,8 +152,6 @@ class LockServer:
             per_peer_max=SUPERVISORS_MAX,  # the rest is for other processes
         )
         self._pending: list[tuple[ev.Happened, datetime, float]] = []  # not recorded yet
-        self._asks: dict[int, tuple[Connection, int]] = {}  # switchovers: who waits for an answer
-        self._ask_numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self._flusher: asyncio.TimerHandle | None = None
         self._ticker: asyncio.TimerHandle | None = None
@@ -342,7 +339,6 @@ class LockServer:
 
     def closed(self, conn: Connection, reason: str) -> None:
         self.conns.pop(conn.id, None)
-        self._asks = {ask: who for ask, who in self._asks.items() if who[0] is not conn}
         self.gateways.left(conn, reason)
         if conn.state is not None:
             self.processes.look(conn.state)
@@ -386,14 +382,14 @@ class LockServer:
 
     def _switch_over(self, conn: Connection, message: SwitchOverMsg, request_id: int) -> None:
         """Ask the machine. The requester may disconnect and the switchover continues."""
-        ask = next(self._ask_numbers)
-        self._asks[ask] = conn, request_id
-        who = ask, conn.peer.pid, message.lock, message.to
+        who = (conn.id, request_id), conn.peer.pid, message.lock, message.to
         asked = ev.SwitchOverAsked(*who, message.timeout_ms, message.drain)
         self.feed(self.machine.switch_over_asked, asked)
 
-    def _answer(self, ask: int, answer: SwitchedOverMsg | UnderstudyError) -> None:
-        conn, request_id = self._asks.pop(ask, (None, 0))
+    def _answer(
+        self, number: int, request_id: int, answer: SwitchedOverMsg | UnderstudyError
+    ) -> None:
+        conn = self.conns.get(number)
         if conn is not None and isinstance(answer, UnderstudyError):
             conn.fault(answer, request_id, close=False)
         elif conn is not None and isinstance(answer, Message):
@@ -471,8 +467,8 @@ class LockServer:
                 self._persist(effect.record)
             case ev.Forget():
                 self.processes.forget(effect.supervisor)
-            case ev.AnswerSwitchOver(ask, answer):
-                self._answer(ask, answer)
+            case ev.AnswerSwitchOver((int(number), int(request_id)), answer):
+                self._answer(number, request_id, answer)
             case ev.Happened():
                 self._happened(effect)
 
