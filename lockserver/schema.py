@@ -99,8 +99,8 @@ class LockLock(Schema, kw_only=True):
         str | UnsetType | None, "only when online: why it is `releasing` or `recovering`"
     ] = UNSET
     holder: Annotated[LockHolder | None, "null if the lock has no holder"]
-    waiters: list[LockWaiter]
-    waiters_total: Annotated[int, "number of all waiters, listed or not"]
+    waiters: list[LockWaiter] = field(default_factory=list)
+    waiters_total: Annotated[int, "number of all waiters, listed or not"] = 0
     waiting_for: list[LockWaitingFor]
     waits: list[LockWaitFields]
     problem: Annotated[str | None, "the most serious fault among the waits; null: none"]
@@ -182,7 +182,7 @@ class LockLastGrant(Schema):
     waited_ms: Annotated[float, "how long the new holder had waited"]
 
 
-class LockserverStatus(Schema):
+class LockserverStatus(Schema, kw_only=True):
     """Who holds each lock, who is waiting, and for what?
 
     Without a server the document is read from the state file ("offline"). If there is no state
@@ -190,24 +190,24 @@ class LockserverStatus(Schema):
     """
 
     schema: Annotated[int, "1"]
-    as_of_event_id: Annotated[int, "the newest event that the document includes; 0 offline"]
-    last_event: Annotated[EventRecord | None, "the newest event"]
+    as_of_event_id: Annotated[int, "the newest event that the document includes; 0 offline"] = 0
+    last_event: Annotated[EventRecord | None, "the newest event"] = None
     server: LockServerFields
     models: Annotated[list[str], "only in a pool: the models whose locks the server has"]
     mode: Annotated[
         str | None,
         "who accepts connections: `gateway`, or over TCP `direct` (the engine); null offline",
-    ]
+    ] = None
     era: Annotated[str, "the series of tokens; [lock.md](lock.md#eras)"]
     token: Annotated[int, "the last token granted"]
     problem: Annotated[str | None, "what does not work, for operators"]
     locks: dict[str, LockLock]
-    tcp: Annotated[LockTcp | None, "the listener [over TCP](lock.md#over-tcp); null: none"]
-    supervisors: list[LockSupervisor]
-    supervisors_total: Annotated[int, "number of all known supervisors, listed or not"]
-    service: dict[str, LockService]
-    gateways: list[LockGateway]
-    last_grants: list[LockLastGrant]
+    tcp: Annotated[LockTcp | None, "the listener [over TCP](lock.md#over-tcp); null: none"] = None
+    supervisors: list[LockSupervisor] = field(default_factory=list)
+    supervisors_total: Annotated[int, "number of all known supervisors, listed or not"] = 0
+    service: dict[str, LockService] = field(default_factory=dict)
+    gateways: list[LockGateway] = field(default_factory=list)
+    last_grants: list[LockLastGrant] = field(default_factory=list)
 
 
 class SwitchoverDocument(Schema):

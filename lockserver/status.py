@@ -410,7 +410,8 @@ def kill_command(
 
 
 def built(**fields: Any) -> dict[str, Any]:
-    """The document with these fields of `LockserverStatus`."""
+    """The document with these fields of `LockserverStatus`, whose defaults are those of a pod
+    without a server."""
     document: dict[str, Any] = to_builtins(schema.LockserverStatus(schema=SCHEMA, **fields))
     return document
 
@@ -638,26 +639,15 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
             state="unknown",
             **moment(since_ms, clock),
             holder=shown,
-            waiters=[],
-            waiters_total=0,
             waiting_for=list(seen.processes),
             waits=[wait("no_server", clock, since_ms, [evidence], whose, what=what, end=end)],
             problem=what,
         )
     return built(
-        as_of_event_id=0,
-        last_event=None,
         server=schema.LockServerFields(pid=None, since=None, dir=directory, online=False),
         models=list(found.models),
-        mode=None,
         era=record.era,
         token=record.token,
         problem=found.problem,
         locks=locks,
-        tcp=None,
-        supervisors=[],
-        supervisors_total=0,
-        service={},
-        gateways=[],
-        last_grants=[],
     )
