@@ -134,15 +134,9 @@ def wait(
     **words: Any,
 ) -> LockWaitFields:
     """The wait for `reason`, with the words of its text. `is_fault`: an operator should look."""
-    engine, incarnation, token, pid = who
-    message, fix = (text.format(**{"engine": engine, **words}) for text in TEXTS[reason])
+    message, fix = (text.format(**{"engine": who[0], **words}) for text in TEXTS[reason])
     return LockWaitFields(
-        reason=reason,
-        message=message,
-        engine=engine,
-        incarnation=incarnation,
-        token=token,
-        pid=pid,
+        *(reason, message, *who),
         **moment(since_ms, clock),
         evidence=list(evidence),
         fix=fix,
