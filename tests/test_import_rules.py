@@ -374,7 +374,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
     "plumbing": 6_215,
-    "lockserver": 6_025,
+    "lockserver": 6_005,
     "gms": 8_610,
     "engine": 15_945,
     "gateway": 9_980,
