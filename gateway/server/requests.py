@@ -98,6 +98,7 @@ class BodyMembers(msgspec.Struct):
 
 
 _MEMBERS = msgspec.json.Decoder(BodyMembers)
+DIGITS_MAX = 18  # of a count in a header; Python reads no number of 4,301 digits
 
 
 def value_of(raw: Raw) -> object:
@@ -167,14 +168,13 @@ class HttpRequest:
     @property
     def body_bytes(self) -> int:
         """Without a front's journal."""
-        size = self.journal.partition(b",")[0]
-        return int(size) if size.isdigit() else len(self.body)
+        size = _count(self.journal.partition(b",")[0])
+        return len(self.body) if size is None else size
 
     @property
     def journal_tokens(self) -> int:
         _, _, sizes = self.journal.partition(b",")
-        tokens = sizes.partition(b",")[0]
-        return int(tokens) if tokens.isdigit() else 0
+        return _count(sizes.partition(b",")[0]) or 0
 
     @property
     def key(self) -> bytes:
@@ -226,6 +226,11 @@ class HttpRequest:
         return (head + b"\r\n", body) if body else (head + b"\r\n",)
 
 
+def _count(written: bytes) -> int | None:
+    """A number in a journal's header; None: it is none, or longer than any that is meant."""
+    return int(written) if written.isdigit() and len(written) <= DIGITS_MAX else None
+
+
 class _Message(msgspec.Struct):
     role: str = ""
     content: Raw = Raw(b"")
@@ -248,7 +253,7 @@ def prefix_key(body: bytes | bytearray, session: bytes) -> bytes:
     have its messages up to the first of the user."""
     try:
         chat = _CHAT.decode(body) if body and len(body) <= LARGE_BYTES else _Chat()
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not JSON, another shape, or text that is not UTF-8
         return b""
     turns = chat.input if isinstance(chat.input, tuple) else chat.messages
     first = next((at for at, each in enumerate(turns) if each.role == "user"), 0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.server.requests import (
     HEAD_BYTES_MAX,
+    HttpRequest,
     Intake,
     RequestReader,
     is_hop_path,
@@ -224,6 +225,30 @@ def test_what_surrounds_a_body_is_limited(endless):
     assert found.refused is not None
     assert found.refused.status in (400, 431)
     assert memory.bytes == 0
+
+
+NOT_UTF8 = b'"\xff"'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[1]", b"null", b"[" * 100_000, b'{"messages": {"a": 1}, "input": [1]}'),
+        *(b'{"%b": %b}' % (name, NOT_UTF8) for name in (b"model", b"prompt_cache_key", b"input")),
+        b'{"messages": [{"role": %b}]}' % NOT_UTF8,
+        *(b'{"model": "\\ud800"}', b'{"prompt_cache_key": "\xed\xa0\x80"}'),
+    ],
+)
+def test_a_front_takes_no_body_for_a_fault_of_its_own(body: bytes):
+    """Goal: a client's bytes never end a front, which would lose the streams of all others. Method:
+    what is no JSON, of other types, or not UTF-8 where a front reads text."""
+    assert HttpRequest(body=body).key == b""
+
+
+@pytest.mark.parametrize("count", [b"9" * 5000, b"-1", b"x", b""])
+def test_a_journal_whose_counts_are_no_numbers_has_none(count: bytes):
+    request = HttpRequest(body=b"{}", journal=b"%b,%b,1" % (count, count))
+    assert (request.body_bytes, request.journal_tokens) == (2, 0)
 
 
 def test_a_body_in_chunks_of_one_byte_is_read():
