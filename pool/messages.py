@@ -17,13 +17,14 @@ from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
 from plumbing.pod.messages import Tier
 from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message, messages_in
-from pool.core.events import Door, ModelDemand, Order
+from pool.core.events import DemandCame, Door, Ordered
 from pool.core.states import (
     BYTES_MAX,
     MODELS_MAX,
-    NAME_CHARS_MAX,
     Count,
+    HexId,
     Millis,
+    ModelName,
     ModelState,
     PooledRules,
     Priority,
@@ -33,28 +34,16 @@ DEVICES_MAX = 64
 # The status of a hundred models has 200 KiB; 512 tickets have 50.
 FRAME_BYTES_MAX = 1024 * 1024
 
-ModelName = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 DeviceName = Annotated[str, Meta(min_length=1, max_length=64)]
 PoolBytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
 Sentence = Annotated[str, Meta(max_length=4096)]
-HexId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
 
 # ---------------------------------------------------------------- the gateway
 
 
-class DemandMsg(Message, frozen=True, tag="demand"):
-    """Gateway → pool: all that a gateway has, as in `DemandCame`; a model that is not named has
-    nothing. Where a model has more tickets than one message may carry, those are left out that
-    would be last in the order of the policy.
-
-    `gateway`: this process; a restarted gateway is another one, and what the old one had is gone.
-    """
-
-    gateway: HexId
-    models: Annotated[dict[ModelName, ModelDemand], Meta(max_length=MODELS_MAX)] = field(
-        default_factory=dict
-    )
+class DemandMsg(Message, DemandCame, frozen=True, tag="demand"):
+    """Gateway → pool."""
 
 
 class PooledModel(Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,13 +98,8 @@ class LeaseGrantedMsg(Message, frozen=True, tag="lease_granted"):
 # ---------------------------------------------------------------- operators → pool, and back
 
 
-class OrderMsg(Message, frozen=True, tag="order"):
-    """What an operator asks of a model. Answered by `ordered` at once: what follows takes its
-    time."""
-
-    model: ModelName
-    order: Order
-    is_forced: bool = False  # unload a pinned model
+class OrderMsg(Message, Ordered, frozen=True, tag="order"):
+    """Answered by `ordered` at once: what follows takes its time."""
 
 
 class SetMsg(Message, frozen=True, tag="set"):

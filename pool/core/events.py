@@ -15,15 +15,18 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from plumbing.pod.messages import PoolWord, Tier
 from pool.core.states import (
+    MODELS_MAX,
     TICKETS_MAX,
     Count,
     EntryKind,
     GoalGeneration,
+    HexId,
     Millis,
+    ModelName,
     ModelRules,
     ModelState,
     PoolRules,
@@ -82,10 +85,16 @@ class ModelDemand(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DemandCame(PoolEvent, frozen=True):
-    """All that a gateway has: a model that is not named has nothing."""
+    """All that a gateway has: a model that is not named has nothing. Where a model has more tickets
+    than one message may carry, those are left out that would be last in the order of the policy.
 
-    gateway: str
-    models: Mapping[str, ModelDemand]
+    `gateway`: this process; a restarted gateway is another one, and what the old one had is gone.
+    """
+
+    gateway: HexId
+    models: Annotated[Mapping[ModelName, ModelDemand], Meta(max_length=MODELS_MAX)] = field(
+        default_factory=dict
+    )
 
 
 class GatewayGone(PoolEvent, frozen=True):
@@ -148,7 +157,9 @@ class DeviceIs(PoolEvent, frozen=True):
 
 
 class Ordered(PoolEvent, frozen=True):
-    model: str
+    """An operator asks this of a model."""
+
+    model: ModelName
     order: Order
     is_forced: bool = False  # unload a pinned model
 

@@ -21,6 +21,8 @@ NEVER_MS = float("inf")
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 
 # The bounds of what a gateway says, and is told: these values travel as they are (`pool.messages`).
+ModelName = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+HexId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 Millis = Annotated[float, Meta(ge=0.0)]
 Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]

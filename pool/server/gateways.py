@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.peer import ProcessWatch
-from pool.core.events import DemandCame, GatewayGone, PoolEvent, SetModelDoor
+from pool.core.events import GatewayGone, PoolEvent, SetModelDoor
 from pool.core.facts import Facts
 from pool.core.states import PooledRules, by_device
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
@@ -55,7 +55,7 @@ class PoolGateways:
             self._processes.watch(gateway, conn.peer)
             if before is not None:
                 before.close("the gateway has connected anew")
-        self._feed(DemandCame(gateway, message.models))
+        self._feed(message)
         if before is not conn:  # it is on file by now: a restarted pool waits for its word
             conn.send(DoorsMsg(dict(self._doors())))
 

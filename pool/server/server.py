@@ -377,7 +377,7 @@ class PoolServer(Handler):
             sentence = f"{message.setting} {whose} is {value}"
             self.log.record("pool.set", sentence, data={"setting": message.setting})
             return msg.OrderedMsg(None, sentence)
-        self.feed(ev.Ordered(message.model, message.order, message.is_forced))
+        self.feed(message)
         text = f"an operator requested: {message.order} {message.model}"
         data = {"model": message.model, "order": message.order}
         self.log.record("pool.order", text, data=data)
