@@ -177,7 +177,6 @@ class DeviceStatus(ServedMemory, kw_only=True):
     exports_total: Annotated[int, "number of epochs exported to readers"]
     reclaims_total: Annotated[int, "number of epochs whose memory was freed"]
     oom_waits_total: Annotated[int, "number of allocations that waited for memory"]
-    open_fds: Annotated[int, "number of descriptors that the server has open"]
 
 
 class GmsStatus(Schema):
