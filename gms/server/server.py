@@ -260,6 +260,8 @@ class DeviceProcess:
     async def start(self) -> None:
         """Serve what can be served; the rest is tried again."""
         self._tasks = [asyncio.create_task(place.serve()) for place in self.places]
+        for task in self._tasks:  # our own fault ends the process
+            task.add_done_callback(lambda done: done.cancelled() or done.result())
         await asyncio.sleep(0)  # each has tried once
 
     async def close(self) -> None:
