@@ -375,10 +375,10 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_215,
     "lockserver": 6_005,
-    "gms": 8_610,
+    "gms": 8_605,
     "engine": 15_945,
     "gateway": 9_985,
-    "pool": 6_875,
+    "pool": 6_870,
     "understudy": 7_805,
     "hack": 5_700,
     "tests": 61_090,
