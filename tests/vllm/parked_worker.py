@@ -18,8 +18,9 @@ class UnsupervisedWorker(CPUWorker):
         super().init_device()
 
     def load_model(self, **kwargs: Any) -> None:
-        ours: Any = SimpleNamespace(is_away=False, bytes=0, identity={})
-        ours.cannot_offload, ours.epoch, ours.bring_back = "", "0" * 32, lambda budget_s: None
+        ours: Any = SimpleNamespace(bytes=0, identity={}, cannot_offload="")
+        ours.kept = SimpleNamespace(is_away=False, bring_back=lambda budget_s: None)
+        ours.kept.reader = SimpleNamespace(epoch="0" * 32)
         weights._of_this_process = ours
         StockCPUWorker.load_model(self, **kwargs)
 

@@ -102,7 +102,7 @@ class Rank:
 
     def close(self) -> None:
         """End as a worker ends; what its models point at is gone then."""
-        if self.weights.kept is not None:
+        if self.weights._kept is not None:
             self.weights.kept.close()
         if self.weights._session is not None:
             self.weights._session.close()

@@ -359,8 +359,8 @@ def make_worker(ours: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[s
 def test_nothing_is_computed_without_weights(monkeypatch: pytest.MonkeyPatch):
     """Goal: a step that comes too early ends the incarnation with a reason, not by a SIGSEGV.
     Method: both kinds of steps, while the weights are away and once they are back."""
-    ours = SimpleNamespace(is_away=True)
-    found, reported = make_worker(ours, monkeypatch)
+    kept = SimpleNamespace(is_away=True)
+    found, reported = make_worker(SimpleNamespace(kept=kept), monkeypatch)
     done: list[str] = []
     monkeypatch.setattr(StockGPUWorker, "execute_model", lambda self, asked: done.append("step"))
     monkeypatch.setattr(StockGPUWorker, "execute_dummy_batch", lambda self: done.append("empty"))
@@ -368,7 +368,7 @@ def test_nothing_is_computed_without_weights(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(UnderstudyError, match="rank 1 was asked to compute"):
             step()
     assert (reported, done) == (["vllm.weights_away"] * 2, [])
-    ours.is_away = False
+    kept.is_away = False
     found.execute_model(None)
     found.execute_dummy_batch()
     assert done == ["step", "empty"]
@@ -376,11 +376,11 @@ def test_nothing_is_computed_without_weights(monkeypatch: pytest.MonkeyPatch):
 
 def test_weights_that_are_needed_or_not_the_services_stay(monkeypatch: pytest.MonkeyPatch):
     """A rank with KV memory refuses; private copies are no error: the note has the reason."""
-    found, _ = make_worker(SimpleNamespace(is_away=False), monkeypatch)
+    kept = SimpleNamespace(is_away=False)
+    found, _ = make_worker(SimpleNamespace(kept=kept), monkeypatch)
     found.kv = SimpleNamespace(backing=Backing.TAKEN)
     assert found.understudy_place_weights(True, 1.0)["code"] == "vllm.not_parked"
-    private = weights.RankWeights(SimpleNamespace())  # type: ignore[arg-type]
-    private.cannot_offload = "it has a private copy"
+    private = SimpleNamespace(kept=kept, cannot_offload="it has a private copy")
     found, _ = make_worker(private, monkeypatch)
     answer = found.understudy_place_weights(True, 1.0)
     assert (answer["problem"], answer["is_away"]) == ("", False)
@@ -391,12 +391,12 @@ def test_a_rank_maps_what_was_released_before_it_takes_memory(monkeypatch: pytes
     """Goal: no rank has KV memory without its weights. Method: a rank whose weights do not come
     back, and one whose do."""
     done: list[str] = []
-    ours = SimpleNamespace(bring_back=lambda budget_s: 1 / 0)
-    found, _ = make_worker(ours, monkeypatch)
+    kept = SimpleNamespace(bring_back=lambda budget_s: 1 / 0)
+    found, _ = make_worker(SimpleNamespace(kept=kept), monkeypatch)
     found.kv = SimpleNamespace(take=lambda left_s: done.append("memory"))
     assert found.understudy_take_kv(9.0)["problem"]
     assert not done
-    ours.bring_back = lambda budget_s: done.append("weights")
+    kept.bring_back = lambda budget_s: done.append("weights")
     assert not found.understudy_take_kv(9.0)["problem"]
     assert done == ["weights", "memory"]
 

@@ -155,7 +155,7 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
     addresses: KvRange, monkeypatch: pytest.MonkeyPatch
 ):
     """vLLM's words: asleep twice, awake before memory was taken (an error), then twice."""
-    ours = SimpleNamespace(bring_back=lambda budget_s: None)
+    ours = SimpleNamespace(kept=SimpleNamespace(bring_back=lambda budget_s: None))
     monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
     found.sleep()
@@ -182,7 +182,7 @@ def test_methods_that_the_backend_calls_never_raise(
 ):
     """No room: a code and a sentence. A bug: a code and its text. Never an exception, which would
     leave the other ranks' answers for the next question."""
-    ours = SimpleNamespace(bring_back=lambda budget_s: None)
+    ours = SimpleNamespace(kept=SimpleNamespace(bring_back=lambda budget_s: None))
     monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
     found.kv = addresses
@@ -205,8 +205,9 @@ def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
     path, file = serving.create(str(tmp_path), f"e-{1:016x}")
     seat = serving.ServingSeat(path, file)
     monkeypatch.setattr(membership, "_member", SimpleNamespace(seat=seat))
-    weights = SimpleNamespace(bytes=0, epoch="", identity={"models": {}})
-    weights.is_away, weights.bring_back = False, lambda budget_s: None
+    reader = SimpleNamespace(epoch="")
+    kept = SimpleNamespace(is_away=False, bring_back=lambda budget_s: None, reader=reader)
+    weights = SimpleNamespace(bytes=0, identity={"models": {}}, kept=kept)
     monkeypatch.setattr(worker.weights, "_of_this_process", weights)
     found = make_worker()
     found.kv = addresses

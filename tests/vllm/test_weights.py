@@ -113,7 +113,7 @@ def test_second_engine_maps_what_the_first_has_written(
     assert first.reader.is_author
     assert not second.reader.is_author
     assert first.said == second.said
-    assert first.weights.epoch == second.weights.epoch == gms.status()["epoch"]
+    assert first.reader.epoch == second.reader.epoch == gms.status()["epoch"]
     assert first.weights.bytes == second.weights.bytes > 0
 
 
@@ -137,7 +137,7 @@ def test_draft_model_belongs_to_the_epoch_of_its_target(
             )
     names = second.reader.tensors
     assert {"0/model.embed_tokens.weight", "1/model.embed_tokens.weight"} <= set(names)
-    assert first.weights.epoch == second.weights.epoch
+    assert first.reader.epoch == second.reader.epoch
 
 
 def test_weights_survive_the_death_of_the_service(
@@ -150,14 +150,14 @@ def test_weights_survive_the_death_of_the_service(
     second.load(checkpoint)
     before = model.model.layers[0].mlp.down_proj.weight.clone()
     gms.kill()
-    keepers = [each.weights.kept.keeper for each in (first, second) if each.weights.kept]
+    keepers = [each.weights.kept.keeper for each in (first, second)]
     until(lambda: all(keeper.state == "rejoining" for keeper in keepers), "the loss to be seen")
     assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
     gms.start()
     until(lambda: all(keeper.state == "attached" for keeper in keepers), "both to be back")
     third = rank("engine-2")
     third.load(checkpoint)
-    assert third.weights.epoch == first.weights.epoch
+    assert third.reader.epoch == first.reader.epoch
 
 
 def test_weights_of_a_model_come_back_where_they_were(
@@ -173,28 +173,28 @@ def test_weights_of_a_model_come_back_where_they_were(
         one = rank("engine-0")
         (model,) = one.load(checkpoint)
         ours = one.weights
-        assert ours.let_go()[0] == 0
-        assert "no copy" in ours.let_go()[1]
-        assert not ours.is_away
+        assert ours.kept.let_go()[0] == 0
+        assert "no copy" in ours.kept.let_go()[1]
+        assert not ours.kept.is_away
         until(lambda: gms.status()["digest"] not in (None, "pending"), "its digest")
         copies.settle()
         before = {name: tensor.clone() for name, tensor in model.named_parameters()}
         down = model.model.layers[0].mlp.down_proj.weight
-        at, epoch = down.data_ptr(), ours.epoch
+        at, epoch = down.data_ptr(), ours.kept.reader.epoch
         for _ in range(2):
-            assert ours.let_go() == (ours.bytes, "")
-            assert ours.is_away
+            assert ours.kept.let_go() == (ours.bytes, "")
+            assert ours.kept.is_away
             assert gms.status()["state"] == "offloaded"
             assert where(at).startswith("---p")
             assert torch.equal(model.model.norm.weight, before["model.norm.weight"])
-            ours.bring_back(30)
-            assert not ours.is_away
+            ours.kept.bring_back(30)
+            assert not ours.kept.is_away
             assert is_shared(down)
             assert down.data_ptr() == at
             for name, tensor in model.named_parameters():
                 assert torch.equal(tensor, before[name]), name
-        assert ours.epoch != epoch
-        assert gms.status()["epoch"] == ours.epoch
+        assert ours.kept.reader.epoch != epoch
+        assert gms.status()["epoch"] == ours.kept.reader.epoch
     finally:
         copies.close()
         host.stop()
@@ -252,7 +252,7 @@ def test_unshareable_model_is_refused_or_loaded_privately_on_request(
     for each in ranks:
         (model,) = each.load(checkpoint, unshareable="private")
         assert not any(is_shared(tensor) for tensor in model.parameters() if tensor.numel())
-    assert ranks[0].weights.epoch == ranks[1].weights.epoch
+    assert ranks[0].reader.epoch == ranks[1].reader.epoch
     assert set(ranks[1].reader.tensors) == {"0/.model"}
     assert "'model' there" in refused(rank("engine-2"), draft, unshareable="private")
 

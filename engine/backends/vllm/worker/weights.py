@@ -61,7 +61,7 @@ class RankWeights:
     def __init__(self, member: BackendProcess) -> None:
         self.identity: Document = {}
         self.bytes = 0
-        self.kept: KeptWeights | None = None  # since `settle`
+        self._kept: KeptWeights | None = None
         self.cannot_offload = ""  # why it cannot release them, or nothing
         self._member = member
         self._models = 0
@@ -112,14 +112,10 @@ class RankWeights:
     # ------------------------------------------------------------------ all of them
 
     @property
-    def epoch(self) -> str:
-        """Of the mapped weights; another one after they were away."""
-        return self.kept.reader.epoch if self.kept is not None else ""
-
-    @property
-    def is_away(self) -> bool:
-        """Nothing is mapped where the tensors are: a process that touches them dies (SIGSEGV)."""
-        return self.kept is not None and self.kept.is_away
+    def kept(self) -> KeptWeights:
+        """Since `settle`."""
+        assert self._kept is not None
+        return self._kept
 
     def settle(self) -> None:
         """All models are loaded: publish what was written, keep the session, tell the supervisor.
@@ -137,7 +133,7 @@ class RankWeights:
                 " engine with the same --speculative-config",
             )
         self._session, self.bytes = reader, reader.size_bytes
-        self.kept = KeptWeights(reader)
+        self._kept = KeptWeights(reader)
         same = same_on_every_rank(self.identity)
         self._member.attached(same, self._rank, self._device)
 
@@ -149,28 +145,6 @@ class RankWeights:
         with session.loading(self._device, "this model", "", 0):
             what, device = "the model's checkpoint", self._device
             return session.commit(writer, self.identity, after, what, device, self._began_s)
-
-    # ------------------------------------------------------------------ away and back
-
-    def let_go(self) -> tuple[int, str]:
-        """Release them and have their memory freed: how much is free, or what is in the way."""
-        if self.kept is None or self.cannot_offload:
-            return 0, self.cannot_offload or "this rank has no weights yet"
-        return self.kept.let_go()
-
-    def bring_back(self, budget_s: float) -> None:
-        """Map them where they were, if they are not.
-
-        Raises:
-            UnderstudyError: as `KeptWeights.bring_back`; the process must end.
-        """
-        if self.kept is not None:
-            self.kept.bring_back(budget_s)
-
-    def distrust(self, detail: str) -> None:
-        """Report that a canary on these weights failed."""
-        if self.kept is not None:
-            self.kept.distrust(detail)
 
 
 class Loader(BaseModelLoader):

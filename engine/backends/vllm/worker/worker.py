@@ -182,7 +182,7 @@ class ParkingWorker(StockGPUWorker):
         return {
             "weights_bytes": ours.bytes,
             "kv_bytes": self.kv.size_bytes if self.kv else 0,
-            "epoch": ours.epoch,
+            "epoch": ours.kept.reader.epoch,
             "identity": same_on_every_rank(ours.identity),
             "cannot_resume": self._cannot_resume,
             "cannot_keep_kv": self._cannot_keep,
@@ -219,7 +219,7 @@ class ParkingWorker(StockGPUWorker):
         device's pool."""
         membership.check_serving()
         end_s = time.monotonic() + deadline_s
-        weights.of_this_process().bring_back(deadline_s)
+        weights.of_this_process().kept.bring_back(deadline_s)
         kv, pool, left_s = self.kv, {}, max(0.0, end_s - time.monotonic())
         if kv is not None and not token:
             kv.take(left_s)
@@ -245,7 +245,8 @@ class ParkingWorker(StockGPUWorker):
         known, ours = self._kv_facts, weights.of_this_process()
         if known is not None:
             digest = digest_of(ours.identity)
-            known = {**known, "weights_epoch": ours.epoch, "identity_digest": digest}
+            epoch = ours.kept.reader.epoch
+            known = {**known, "weights_epoch": epoch, "identity_digest": digest}
         return {"device": device, "claim": structs.asdict(claim), "facts": known}
 
     @answering
@@ -285,7 +286,7 @@ class ParkingWorker(StockGPUWorker):
 
     @answering
     def understudy_distrust(self, detail: str) -> None:
-        weights.of_this_process().distrust(detail)
+        weights.of_this_process().kept.distrust(detail)
 
     # ------------------------------------------------------------------ without weights
 
@@ -309,7 +310,7 @@ class ParkingWorker(StockGPUWorker):
         Raises:
             UnderstudyError: `vllm.weights_away`.
         """
-        if weights.of_this_process().is_away:
+        if weights.of_this_process().kept.is_away:
             with reporting():
                 raise UnderstudyError(
                     "vllm.weights_away",
@@ -331,15 +332,17 @@ class ParkingWorker(StockGPUWorker):
         """
         ours, freed_bytes, note = weights.of_this_process(), 0, ""
         if not is_away:
-            ours.bring_back(budget_s)
+            ours.kept.bring_back(budget_s)
         elif self._has_kv:
             raise UnderstudyError(
                 "vllm.not_parked", "the weights are in use: this rank has KV memory"
             )
+        elif ours.cannot_offload:
+            note = ours.cannot_offload
         else:
             self.finish_work()
-            freed_bytes, note = ours.let_go()
-        return {"is_away": ours.is_away, "freed_bytes": freed_bytes, "note": note}
+            freed_bytes, note = ours.kept.let_go()
+        return {"is_away": ours.kept.is_away, "freed_bytes": freed_bytes, "note": note}
 
     # ------------------------------------------------------------------ refused
 
