@@ -35,6 +35,7 @@ from engine.backends.process_memory import (
 )
 from gms.client import Allocation, Filling, memory_for
 from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.pod.paths import KV_SLAB_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class KvRange:
         if self.backing is not Backing.PARKED:
             raise InvariantError(f"scratch memory for a KV cache that is {self.backing}")
         with contextlib.ExitStack() as undo:
-            block = self._memory.create(self._scratch_bytes, "kv-scratch")
+            block = self._memory.create(self._scratch_bytes, f"{KV_SLAB_PREFIX}scratch")
             undo.callback(block.release)
             times = self._range.size_bytes // self._scratch_bytes
             self._map(undo, [block] * times, is_new=True)
@@ -141,7 +142,9 @@ class KvRange:
                     return free
                 while len(blocks) < len(parts):
                     try:
-                        blocks.append(self._memory.create(parts[len(blocks)], "kv"))
+                        blocks.append(
+                            self._memory.create(parts[len(blocks)], f"{KV_SLAB_PREFIX}own")
+                        )
                     except UnderstudyError as error:
                         if error.code != "gms.device_full":
                             raise
