@@ -376,7 +376,7 @@ LINES_MAX = {
     "plumbing": 6_215,
     "lockserver": 6_005,
     "gms": 8_605,
-    "engine": 15_945,
+    "engine": 15_925,
     "gateway": 9_985,
     "pool": 6_870,
     "understudy": 7_805,
