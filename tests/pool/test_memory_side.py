@@ -29,13 +29,11 @@ class Scene:
         self.places, self.servers = [], {}
         for model in ("chat", "coder"):
             device = f"{DEVICE}.{model}"
-            place = StandInPlace(str(directory), device, 100 * MIB)
-            self.servers[model, WEIGHTS], self.servers[model, KV] = place.weights, place.kv
-            self.places.append((model, place))
-            if copies:
-                copy = StandInPlace(str(directory), offload_device(device), 100 * MIB)
-                self.servers[model, COPY] = copy.weights
-                self.places.append((model, copy))
+            names = [device, offload_device(device)][: 1 + copies]
+            places = [StandInPlace(str(directory), name, 100 * MIB) for name in names]
+            self.places += [(model, place) for place in places]
+            self.servers |= {(model, WEIGHTS): places[0].weights, (model, KV): places[0].kv}
+            self.servers[model, COPY] = places[-1].weights
         host_bytes = 100 * MIB if copies else 0
         models = {"chat": (DEVICE,), "coder": (DEVICE,)}
         self.side = MemorySide(

@@ -157,8 +157,7 @@ def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
     blocked = gms_socket(directory, "HOST-0.a")
     Path(blocked).touch()  # no socket, so it is not ours to remove
     places = ["HOST-0.a", "HOST-0.b"]
-    flags = ["--dir", directory, "--device", "HOST-0", "--memory", "host"]
-    flags += [word for place in places for word in ("--place", place)]
+    flags = ["--dir", directory, "--device=HOST-0", *(f"--place={place}" for place in places)]
     words = (sys.executable, "-m", "gms.cli", "serve-device", *flags)
     supervisor = GmsSupervisor(
         directory, {"HOST-0": places}, lambda *_: words, http_host="127.0.0.1", http_port=0
