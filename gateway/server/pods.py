@@ -62,21 +62,30 @@ class PodNames:
         """
         self._file = Path(text[1:]) if text.startswith("@") else None
         self.problem: str | None = None
+        self._known: dict[Address, set[Address]] = {}  # of each name, by the last answer
         self._names = [] if self._file else self._parse(text.split(","))
 
     async def look_up(self) -> set[Address] | None:
-        """The addresses now; None if that cannot be said."""
-        loop, found = asyncio.get_running_loop(), set[Address]()
+        """The addresses now; of a name that cannot be looked up, those that it had. None: the file
+        cannot be read."""
+        loop, known = asyncio.get_running_loop(), self._known
         self.problem = None
         try:
             if self._file is not None:
                 self._names = self._parse(self._file.read_text().splitlines())
-            for host, port in self._names:
-                for entry in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-                    found.add((str(entry[4][0]), int(entry[4][1])))
-        except (OSError, UsageError) as error:
-            self.problem = f"cannot look up pods: {error}; the pods known before are used"
+        except (OSError, ValueError, UsageError) as error:
+            self.problem = f"cannot read the names of pods: {error}; the pods known before are used"
             return None
+        asked = [loop.getaddrinfo(*name, type=socket.SOCK_STREAM) for name in self._names]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        self._known = {}
+        for name, answer in zip(self._names, answers, strict=True):
+            if isinstance(answer, BaseException):
+                why = f"cannot look up {name[0]}: {answer}; its addresses known before are used"
+                self.problem, self._known[name] = why, known.get(name, set())
+            else:
+                self._known[name] = {(str(each[4][0]), int(each[4][1])) for each in answer}
+        found = set[Address]().union(*self._known.values())
         if len(found) > PODS_MAX:
             self.problem = f"{len(found)} addresses, more than the limit of {PODS_MAX} pods"
         return set(sorted(found)[:PODS_MAX])

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
 import ssl
 import time
 from typing import Any
@@ -259,11 +260,36 @@ async def test_names_are_limited_and_what_cannot_be_looked_up_changes_nothing(tm
     assert found is not None
     assert len(found) == PODS_MAX
     assert "300 addresses" in (names.problem or "")
-    file.write_text("127.0.0.1:9000, not a name\n")
-    assert await names.look_up() is None
+    for unreadable in (b"127.0.0.1:9000, not a name\n", b"\xff:9000\n"):
+        file.write_bytes(unreadable)
+        assert await names.look_up() is None
     file.unlink()
     assert await names.look_up() is None
     assert names.problem
+
+
+async def test_name_that_cannot_be_looked_up_takes_no_other_pod_along(monkeypatch):
+    """Goal: a front that starts while a pod's name is gone has the others, and one that runs keeps
+    the pod. Method: a resolver that knows a name no more, and one no name of which can exist."""
+    gone, loop = set[str](), asyncio.get_running_loop()
+
+    async def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        if host in gone:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        if len(host) > 63:
+            raise UnicodeError("label too long")
+        return [(0, 0, 0, "", ({"a": "127.0.0.1", "b": "127.0.0.2"}[host], port))]
+
+    monkeypatch.setattr(loop, "getaddrinfo", resolve)
+    a, b, text = ("127.0.0.1", 1), ("127.0.0.2", 2), f"{'x' * 64}:3,a:1,b:2"
+    names = PodNames(text)
+    assert await names.look_up() == {a, b}
+    gone.add("a")
+    assert await names.look_up() == {a, b}
+    assert "cannot look up a:" in (names.problem or "")
+    assert await PodNames(text).look_up() == {b}
+    gone.clear()
+    assert await PodNames("a:1,b:2").look_up() == {a, b}
 
 
 @in_fleet
