@@ -95,19 +95,23 @@ class Hello(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, continuation=Continuation.NONE, problem=problem)
 
 
+# What a message of 64 bits can say: a front passes these figures on.
+Count = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]
+
+
 class PodModel(msgspec.Struct, frozen=True):
     """One model of a pod. `engine`: the one that requests go to, "" without one; tokens compare
     within an era only. `tier`: how near the model is to serving, `awake` to `cold`."""
 
     engine: Annotated[str, Meta(max_length=64)] = ""
-    token: int = 0
+    token: Count = 0
     era: Annotated[str, Meta(max_length=64)] = ""
     continuation_id: Annotated[str, Meta(max_length=128)] = ""
     continuation: Continuation = Continuation.NONE
     tier: Annotated[str, Meta(max_length=16)] = ""
-    in_flight: int = 0
-    waiting: int = 0
-    room: int = 0  # requests that it takes beside these
+    in_flight: Count = 0
+    waiting: Count = 0
+    room: Count = 0  # requests that it takes beside these
 
 
 class PodReport(msgspec.Struct, frozen=True):
@@ -118,7 +122,7 @@ class PodReport(msgspec.Struct, frozen=True):
     pod: Annotated[str, Meta(max_length=64)]
     incarnation: Annotated[int, Meta(ge=1)]
     models: Annotated[dict[str, PodModel], Meta(max_length=256)]
-    body_bytes_max: Annotated[int, Meta(ge=0)]
+    body_bytes_max: Annotated[int, Meta(ge=0, le=1 << 53)]
     leaving_ms: float | None = None
     version: int = 1
 

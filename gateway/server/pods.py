@@ -44,7 +44,7 @@ CONNECT_S = 2.0  # a pod whose node has no power does not refuse
 RETRY_S, RETRY_S_MAX = 0.02, 1.0  # doubled
 # What ends a connection on which something else than reports comes.
 NO_REPORTS = (
-    *(ValueError, msgspec.DecodeError),
+    *(ValueError, RecursionError),
     *(asyncio.IncompleteReadError, asyncio.LimitOverrunError),
 )
 PROBLEM_CHARS_MAX = 200  # it may quote the peer
@@ -210,6 +210,8 @@ class PodLinks:
                     raise ValueError(
                         f"it speaks version {report.version} of the hop, not {VERSION}"
                     )
+                if report.incarnation >> 64:  # msgspec knows no such bound
+                    raise ValueError("its incarnation has more than 64 bits")
                 yield report
         finally:
             writer.transport.abort()

@@ -229,8 +229,18 @@ REPORT = PodReport("liar", 1, {}, 0)
         WATCHED + msgspec.json.encode(replace(REPORT, version=99)) + b"\n",
         b"HTTP/1.1 404 Not Found\r\n\r\n",
         b"x" * (128 << 10),
+        WATCHED + b'{"more": ' + b"[" * (60 << 10) + b"\n",
+        WATCHED + b'{"pod": "\xff"}\n',
+        WATCHED[:20],
+        *(
+            WATCHED + msgspec.json.encode(REPORT).replace(b":%d" % n, b":1%d" % 10**30) + b"\n"
+            for n in (0, 1)
+        ),
     ],
-    ids=["garbage", "too-large", "no-incarnation", "other-version", "no-fleet", "no-http"],
+    ids=[
+        *("garbage", "too-large", "no-incarnation", "other-version", "no-fleet", "no-http"),
+        *("nested", "not-utf8", "cut", "large-limit", "large-incarnation"),
+    ],
 )
 @in_fleet
 async def test_pod_whose_reports_cannot_be_read_harms_nobody(bench, said):
