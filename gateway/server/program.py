@@ -292,9 +292,9 @@ class FrontServer(GatewayProgram):
         )
 
     def problems(self) -> list[str | None]:
-        pods = self.fleet.pods
+        known = {each: pod for each, pod in self.fleet.pods.items() if pod.report is not None}
         found = [
-            f"{pods[each].name} at {each}: {why}" if each in pods else f"{each}: {why}"
+            f"{known[each].name} at {each}: {why}" if each in known else f"{each}: {why}"
             for each, why in sorted(self.links.problems.items())
         ]
         return [self.fleet.waits_for, self.links.problem, *found]
