@@ -18,6 +18,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+from engine.backends.process import ENGINE_ID_ENV
 from engine.backends.vllm import process_tuning
 from engine.backends.vllm.api.main import ENVIRONMENT, make_engine
 from plumbing.wire.fds import OwnedFd
@@ -51,7 +52,7 @@ VARIABLES = {
 ASYNC_FLAG, LORA_FLAG = "--async-scheduling", "--enable-lora"
 GRAPHS_FLAG = "--no-enforce-eager"  # graphs and compiled code, as vLLM runs on a GPU
 DRAIN_S = 5.0
-TOKEN = 1
+ENGINE, TOKEN = "engine-0", 1
 
 
 async def serve(model: str, path: str, flags: list[str]) -> None:
@@ -71,6 +72,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     args.worker_cls = "tests.vllm.resume_matrix.worker.Worker"
     args.load_format, args.model_loader_extra_config = "auto", {}
     private = bind(args, f"{path}.trial")
+    os.environ[ENGINE_ID_ENV] = ENGINE
     engine, features = make_engine(parsed, steps)
     front = await Front.start(engine, args, private)
     find = partial(continuing, engine, args)
