@@ -13,8 +13,8 @@ and less when it is repeated.
 The simulations come first: each of their files keeps one test process busy for minutes, and at the
 end the others would wait for it.
 
-A test that fails shows the last events of the pods that it has run, in the order of time: their
-logs are gone when somebody reads of the failure.
+A test that fails prints the last events of the pods that it has run, in the order of time: CI keeps
+no logs of theirs.
 
 And Ctrl-C means what it means at a terminal: a shell that starts the tests in the background lets
 them, and all that they start, ignore it.

@@ -179,9 +179,9 @@ class KvRange:
         return self._range.view(0, self.size_bytes)
 
     def resident_bytes(self) -> int:
-        """What is mapped; on a device, mapped memory is resident. On the host the kernel is asked,
-        not by smaps: to list all mappings of a process of vLLM takes 15 ms, of a rest that takes
-        5."""
+        """Memory that this process has in the range. A device's mapped memory is all resident; on
+        the host the kernel counts this range's pages. smaps would list every mapping of a vLLM
+        process, which takes 15 ms of a rest that takes 5."""
         if self._is_host:
             return resident_bytes(self.address, self.pool_bytes)
         return self._range.mapped_bytes

@@ -94,8 +94,8 @@ class Router:
         self._only = next(iter(aliases)) if len(aliases) == 1 else ""
 
     def find(self, *names: object) -> tuple[str, str]:
-        """The model that the first of `names` that says anything stands for, and that name; "" for
-        one that is not known."""
+        """The model and the name that the client gave. The first of `names` that is not empty
+        counts. The model is "" if the pod does not know the name."""
         named = next((each for each in names if isinstance(each, str) and each), "")
         return (self._models.get(named, "") if named else self._only), named
 

@@ -357,7 +357,7 @@ def _engine(facts: Facts, said: ev.EngineSaid) -> None:
         engine.goal = None
         facts.touch(model.name)
     model.learn_holder()
-    if is_news or _changeable(model, engine) != before:  # it is asked again and again
+    if is_news or _changeable(model, engine) != before:  # a supervisor repeats its word
         facts.ledger.learn_sizes(model)
         facts.ledger.book_living(model)
         facts.touch(model.name)

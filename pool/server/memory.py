@@ -6,8 +6,8 @@ unknown must not look free.
 
 `PlaceLink` is the connection to one of them. It is watched, and asked for its status whenever
 something has happened; while memory is on its way out nothing may happen for a moment, so it is
-asked more often then. What it should free is asked of it once it is not used, and again until it is
-done or not wanted any more.
+asked more often then. The link asks the server to free memory once no process uses it, and repeats
+that until the memory is free or is needed again.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class PlaceLink(KeptLink):
         (kind,) = self.kinds - {EntryKind.KV}
         held = {kind: sum(int(document[name]) for name in WEIGHTS_PHASES)}
         is_leaving = bool(document["releasing_bytes"] or document["superseded_bytes"])
-        # What stands for offloaded weights takes nothing here, and the next load waits for it.
+        # An offloaded epoch takes no memory here, but the next load waits until it is dropped.
         has_some = document["committed_bytes"] or document["state"] == "offloaded"
         keeper = (weights.COPIER, "ro") if kind is EntryKind.COPY else None
         users = [each for each in document["sessions"] if (each["engine"], each["mode"]) != keeper]

@@ -101,7 +101,7 @@ def test_drain_finishes_accepted_requests_and_no_others(http: str):
             busy[1].write(REQUEST)
             await app.is_called.wait()
             draining = asyncio.create_task(front.drain(BUDGET_S))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the drain takes its first step
             assert front._lent is not None
             assert not front._lent.is_serving()
             for _, writer in (kept, fresh):

@@ -86,8 +86,8 @@ class ReferenceBackend:
     """One incarnation's model service: what `channel.Backend` asks for."""
 
     def __init__(self, served: ServedModel, rank: Rank, seat: serving.ServingSeat | None) -> None:
-        """`seat`: this process's; without one it cannot sleep. Rank 0 does what it is told between
-        two steps of the model."""
+        """`seat`: the serving seat of this process; a process without one cannot sleep. Rank 0
+        obeys between two steps of the model."""
         self._seat = seat
         self._served, self._model, self._rank = served, served.model, rank
         self._lent: socket.socket | None = None  # from a wake until it serves

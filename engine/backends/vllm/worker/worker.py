@@ -116,7 +116,7 @@ class ParkingWorker(StockGPUWorker):
         if self.kv is not None and self.kv.backing is not Backing.SCRATCH:
             raise UnderstudyError(
                 "engine.warm_up",
-                f"rank {self.rank} is asked to warm up while its KV memory is {self.kv.backing}",
+                f"rank {self.rank} cannot warm up: its KV memory is {self.kv.backing}",
             )
         return super().compile_or_warm_up_model()
 
