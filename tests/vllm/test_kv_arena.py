@@ -233,8 +233,9 @@ def test_a_warm_up_is_not_repeated(addresses: KvRange):
     """It would write to blocks 1, 2 and so on, whoever's they are."""
     found = make_worker()
     found.kv = addresses
-    with pytest.raises(UnderstudyError, match="warm up while its KV memory is parked"):
+    with pytest.raises(UnderstudyError) as refused:
         found.compile_or_warm_up_model()
+    assert refused.value.code == "engine.warm_up"
 
 
 # What only reads, says how it is, or has been made to refuse by refusing what it needs first.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -29,8 +28,9 @@ from engine.backends.kv_range import Backing, KvRange, Range
 from engine.backends.memory_session import borrow, page_of
 from engine.backends.process_memory import check_can_ever_fit
 from engine.backends.shards import digest_of
-from engine.backends.vllm import NO_SELF_TEST, membership, resume, versions
+from engine.backends.vllm import NO_SELF_TEST, membership, resume
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
+from engine.backends.vllm.kv import facts
 from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.worker import kv_arena, weights
 from engine.backends.vllm.worker.identity import same_on_every_rank
@@ -102,7 +102,7 @@ class ParkingWorker(StockGPUWorker):
             if not os.environ.get(KEEP_KV_ENV):
                 return
             try:
-                self._kv_facts = facts_of(self, kv_cache_config, self.kv.address)
+                self._kv_facts = facts.facts_of(self, kv_cache_config, self.kv.address)
             except Exception as error:  # an engine that publishes nothing serves all the same
                 logger.exception("what KV blocks depend on cannot be found out")
                 self._cannot_keep = f"{type(error).__name__}: {error}"
@@ -381,42 +381,3 @@ def _wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
     if _is_parked:
         self.last_read = LONG_AGO_S
     _stock_wait(self, timeout_ms)
-
-
-def facts_of(worker: Any, kv_cache_config: Any, base_address: int) -> dict[str, Any]:
-    """What the bytes of a KV block depend on besides its tokens: taken from what this rank has
-    allocated and loaded, not from what was asked of it.
-
-    For the header of an index (`engine.kv.layout.IndexHeader`), without what only others know:
-    the pool, the weights, and the hash algorithm. `base_address` is that of the cache."""
-    config = worker.vllm_config
-    caches: Sequence[torch.Tensor] = worker.model_runner.kv_caches
-    if not caches:  # V2 lists those that are on its device, by that device's exact name
-        raise InvariantError("the model runner lists no KV cache, so none of it would be checked")
-    layers = sorted(
-        {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
-    )
-    context = config.compilation_config.static_forward_context
-    backends = {str(context[layer].get_attn_backend().get_name()) for layer in layers}
-    document = {
-        "caches": [
-            [each.data_ptr() - base_address, list(each.shape), list(each.stride()), str(each.dtype)]
-            for each in caches
-        ],
-        # vLLM's own digest of everything that shapes its computation.
-        "configuration": config.compute_hash(),
-        "images": str(getattr(config.model_config.multimodal_config, "mm_processor_kwargs", "")),
-        "plan": repr(kv_cache_config),
-    }
-    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in caches})
-    return {
-        "blocks": int(kv_cache_config.num_blocks),
-        "block_tokens": int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size),
-        "layout_digest": digest_of(document),
-        # Scales are the checkpoint's, so its identity covers them; computed ones are not eligible.
-        "dtype": f"{config.cache_config.cache_dtype} as {', '.join(dtypes)}",
-        "attention_backend": ", ".join(sorted(backends)),
-        "rank": int(worker.rank),
-        "ranks": int(config.parallel_config.world_size),
-        "engine_version": f"vllm {versions.vllm_version()}, torch {versions.torch_version()}",
-    }
