@@ -24,13 +24,15 @@ from typing import Annotated, Any, NewType
 from msgspec import Meta, Raw, Struct, msgpack
 
 from plumbing.errors import ProtocolError
+from plumbing.wire.limits import FDS_PER_FRAME_MAX
 
 LayoutHash = NewType("LayoutHash", str)
 
 # A 120-layer mixture of experts has 12,000; a checkpoint of DeepSeek-V3, each expert and each block
 # of scales by itself, has 91,991.
 TENSORS_MAX = 131_072
-SLABS_MAX = 4096  # 250 are usual; this is 16 frames of descriptors, and bounds a runaway writer
+# They travel in one frame. 130 are usual; of 2 GiB each they are more than any device has.
+SLABS_MAX = FDS_PER_FRAME_MAX
 MANIFEST_BYTES_MAX = 15 << 20  # what one frame carries beside an identity and the slabs' sizes
 NAME_LENGTH_MAX = 512
 DIMENSIONS_MAX = 32  # numpy's old limit, and torch's practical one

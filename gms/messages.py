@@ -1,16 +1,15 @@
 """The messages between the GPU memory service and its clients, for weights and for KV memory.
 
 Their meaning only: `plumbing.wire` knows frames, `gms/core` what is legal. One `attach` may be
-answered several times: `waiting` any number of times, then `writing`, or `attached` and the `slabs`
-frames with the remaining descriptors. All repeat its request id. Manifests are bytes, which
-`gms/manifest.py` encodes and decodes.
+answered several times: `waiting` any number of times, then `writing` or `attached`. All repeat its
+request id. Manifests are bytes, which `gms/manifest.py` encodes and decodes.
 
 `borrow_pool` is answered by `waiting` any number of times, then by `granted_pool`, without memory.
 The client holds a shared flock on that file before it asks for the
 memory with `take`, so that no process ever maps a pool without the kernel knowing.
 
-`hand_back` is one message in frames, which nothing answers in between: what does not fit into its
-own frame follows in `more`. `kept` answers it once the server has all of it, and has checked it.
+All memory of a region travels in one frame. `kept` answers `hand_back` once the server has checked
+what came with it.
 """
 
 from __future__ import annotations
@@ -25,24 +24,21 @@ from plumbing.pod.messages import EventMsg as EventMsg
 from plumbing.pod.messages import StatusMsg as StatusMsg
 from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
 from plumbing.pod.messages import WatchMsg as WatchMsg
-from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
+from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Catalogue, Message, messages_in
 
+# A manifest of 12,000 tensors is about 2 MiB of MessagePack; the largest checkpoints have ~90,000.
+FRAME_BYTES_MAX = 16 << 20
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: a longer wait is a mistaken unit
 RANKS_MAX = 1024
-REQUEST_BYTES_MAX = 512 * 1024  # of every frame without a manifest: an identity is half
 DETAIL_LENGTH_MAX = 2048  # a message of a driver or a canary, not a core dump
-MANIFEST_PIECE_BYTES = REQUEST_BYTES_MAX // 4  # of a hand-back, in one frame
-FRAMES_MAX = 256  # of a hand-back: twice what the largest manifest takes
 COPIER = "gms"  # the engine as which the maker and the keeper of a host copy attach
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Bytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
 
-# The index and every slab travel in one frame. In slabs of 2 GiB that is 498 GiB, more than any
-# device has.
-POOL_SLABS_MAX = FDS_PER_FRAME_MAX - 1
+POOL_SLABS_MAX = SLABS_MAX - 1  # and the index
 INDEX_BYTES_MAX = 1 << 30  # 64 bytes for each of 16 million blocks
 TOKEN_MAX = 2**63 - 1
 NO_ERA = "0" * 16  # of a lock server that knows no eras: its tokens compare with none
@@ -77,7 +73,7 @@ class WaitingMsg(Message, frozen=True, tag="waiting"):
 
 
 class EpochAttachedMsg(Message, frozen=True, tag="attached"):
-    """The committed epoch, with read-only descriptors of its first slabs."""
+    """The committed epoch, with read-only descriptors of its slabs."""
 
     FDS = (0, FDS_PER_FRAME_MAX)
     epoch: str
@@ -89,13 +85,6 @@ class EpochAttachedMsg(Message, frozen=True, tag="attached"):
     def layout(self) -> tuple[tuple[int, ...], bytes]:
         """Where which tensor lies."""
         return self.slab_sizes, self.manifest
-
-
-class SlabsMsg(Message, frozen=True, tag="slabs"):
-    """More descriptors of the same answer, in order."""
-
-    FDS = (1, FDS_PER_FRAME_MAX)
-    epoch: str
 
 
 class WritingMsg(Message, frozen=True, tag="writing"):
@@ -162,7 +151,7 @@ class HeldPool(Struct, frozen=True, forbid_unknown_fields=True):
 
 class HandBackMsg(Message, frozen=True, tag="hand_back"):
     """A session ended with its server: report the region that this process maps, an `epoch` or a
-    `pool`, to hold it again. With the descriptors of its first slabs; a pool's index comes first.
+    `pool`, to hold it again. With the descriptors of its slabs; a pool's index comes first.
     """
 
     FDS = (0, FDS_PER_FRAME_MAX)
@@ -173,15 +162,6 @@ class HandBackMsg(Message, frozen=True, tag="hand_back"):
     rank: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
     epoch: HeldEpoch | None = None
     pool: HeldPool | None = None
-    manifest: bytes = b""  # its beginning
-    more: Annotated[int, Meta(ge=0, le=FRAMES_MAX)] = 0  # frames that follow
-
-
-class MoreMsg(Message, frozen=True, tag="more"):
-    """More of the same `hand_back`: descriptors, and a piece of the manifest. The last frame's
-    request id is that of the whole."""
-
-    FDS = (0, FDS_PER_FRAME_MAX)
     manifest: bytes = b""
 
 
@@ -295,4 +275,4 @@ def unexpected_answer(what: str, request: str) -> ProtocolError:
     return ProtocolError("gms.unexpected_answer", f"the service answered {request} with {what}")
 
 
-CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=MANIFEST_FRAME_BYTES_MAX)
+CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=FRAME_BYTES_MAX)

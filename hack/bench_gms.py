@@ -21,6 +21,7 @@ from typing import Any
 
 from gms.client import Reader, Writer, open_session
 from gms.client.weights import ALIGNMENT_BYTES
+from gms.manifest import SLABS_MAX
 from gms.messages import AttachMsg, DropMsg, DroppedMsg
 from gms.status import ask
 from hack import rig
@@ -29,7 +30,7 @@ from plumbing.service.process import arm_from_environment, parent_environment
 
 DEVICE = "HOST-0"
 DEVICE_BYTES = 64 << 30
-COUNTS = (10, 100, 1000, 3435)  # the last: allocations of a 120-layer mixture of experts
+COUNTS = (10, 100, SLABS_MAX)
 SLAB_BYTES = 2 << 20
 SLABS, TENSORS = 64, 12_000  # the same model as this service keeps it
 READERS = 64

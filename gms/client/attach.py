@@ -28,7 +28,6 @@ from plumbing.service import procfs
 from plumbing.service.process import make_fd_room
 from plumbing.wire.blocking import BlockingClient, Reply
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
 
 # The server ends an overdue wait by itself; this is how much longer we wait for that answer.
@@ -86,7 +85,8 @@ class Attachment:
                 check(grant)
                 match grant:
                     case msg.EpochAttachedMsg(epoch=epoch, slab_sizes=sizes):
-                        _receive_slabs(client, fds, grant)
+                        if len(fds) != len(sizes):
+                            raise msg.unexpected_answer(f"{len(fds)} descriptors", "attach")
                         reserved_bytes = sum(sizes)
                     case msg.WritingMsg(epoch=epoch):  # more than is free may become free meanwhile
                         sizes, reserved_bytes = (), grant.capacity_bytes
@@ -149,20 +149,6 @@ class Attachment:
             self.unmap()
 
 
-def _receive_slabs(client: BlockingClient, fds: list[OwnedFd], grant: msg.EpochAttachedMsg) -> None:
-    """The descriptors that did not fit the answer are added to `fds`."""
-    count = len(grant.slab_sizes)
-    if count > len(fds):
-        make_fd_room(count - len(fds))
-    while len(fds) < count:
-        more = client.receive(GRACE_S)
-        fds += more.fds
-        if not isinstance(more.message, msg.SlabsMsg) or more.message.epoch != grant.epoch:
-            raise msg.unexpected_answer(more.message.TYPE, "attach")
-    if len(fds) != count:
-        raise msg.unexpected_answer(f"{len(fds)} descriptors", "attach")
-
-
 # Short: a server that does not accept yet is tried again, and the thread may have to end meanwhile.
 ACCEPT_TIMEOUT_S = 0.5
 
@@ -184,8 +170,8 @@ class RegionSession:
         """What an author computes of what it reads; None once `may_go_on` is false."""
         raise InvariantError("this session has not written weights")
 
-    def held(self) -> tuple[msg.HandBackMsg, Sequence[int], bytes]:
-        """What `rejoin` hands back: the message, descriptors, and the manifest."""
+    def held(self) -> tuple[msg.HandBackMsg, Sequence[int]]:
+        """What `rejoin` hands back: the message, and descriptors."""
         raise InvariantError("this session has nothing to hand back")
 
     def rejoin(
@@ -195,8 +181,8 @@ class RegionSession:
         was_committed: bool = True,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Hand the region back to a restarted service, with copies of its descriptors, in as many
-        frames as it takes. The mapping stays as it is throughout.
+        """Hand the region back to a restarted service, with copies of its descriptors. The mapping
+        stays as it is throughout.
 
         `interrupt`, from another thread, ends it once `may_go_on` is false.
 
@@ -206,7 +192,7 @@ class RegionSession:
                 `gms.kv_pool_gone`.
             UnderstudyError: `gms.not_mapped`, there is nothing to hand back.
         """
-        message, fds, manifest = self.held()
+        message, fds = self.held()
         if message.epoch is not None:
             epoch = structs.replace(message.epoch, was_committed=was_committed)
             message = structs.replace(message, epoch=epoch)
@@ -216,7 +202,9 @@ class RegionSession:
         try:
             if not may_go_on():  # asked when `interrupt` knows the client: one of the two sees it
                 raise _closed()
-            _hand_back(client, message, fds, manifest, deadline_s)
+            answer = client.request(message, _duplicates(fds), deadline_s).message
+            if not isinstance(answer, msg.KeptMsg) or answer.region != message.region:
+                raise msg.unexpected_answer(answer.TYPE, "hand_back")
             self.client = client
             if self.is_closed:  # asked when `close` sees the new client: one of the two closes it
                 raise _closed()
@@ -245,29 +233,6 @@ class RegionSession:
 
 def _closed() -> UnreachableError:
     return UnreachableError("wire.closed", "this session was closed while it was rejoining")
-
-
-def _hand_back(
-    client: BlockingClient,
-    message: msg.HandBackMsg,
-    fds: Sequence[int],
-    manifest: bytes,
-    timeout_s: float,
-) -> None:
-    per, piece = FDS_PER_FRAME_MAX, msg.MANIFEST_PIECE_BYTES
-    last = max(1, -(-len(fds) // per), -(-len(manifest) // piece)) - 1
-    for n in range(last + 1):
-        part = manifest[n * piece : (n + 1) * piece]
-        frame: msg.HandBackMsg | msg.MoreMsg = msg.MoreMsg(part)
-        if n == 0:
-            frame = structs.replace(message, manifest=part, more=last)
-        copies = _duplicates(fds[n * per : (n + 1) * per])
-        if n < last:
-            client.notify(frame, copies)
-            continue
-        answer = client.request(frame, copies, timeout_s).message
-        if not isinstance(answer, msg.KeptMsg) or answer.region != message.region:
-            raise msg.unexpected_answer(answer.TYPE, "hand_back")
 
 
 def _duplicates(fds: Sequence[int]) -> list[OwnedFd]:

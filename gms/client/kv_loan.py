@@ -171,12 +171,12 @@ class KvLease(RegionSession):
         self._discarded = why[: msg.DETAIL_LENGTH_MAX] or "no reason given"
         self._keeper.report("discard", msg.DiscardMsg(self._discarded))
 
-    def held(self) -> tuple[msg.HandBackMsg, Sequence[int], bytes]:
+    def held(self) -> tuple[msg.HandBackMsg, Sequence[int]]:
         claim, said = self.claim, (self._mark, self._discarded)
         pool = msg.HeldPool(claim.token, claim.era, claim.size_bytes, claim.index_bytes, *said)
         who = claim.engine, claim.incarnation
         message = msg.HandBackMsg(*who, self.pool, self.slab_sizes, pool=pool)
-        return message, [fd.fileno() for fd in (self.index, *self._fds)], b""
+        return message, [fd.fileno() for fd in (self.index, *self._fds)]
 
     def close(self) -> None:
         """Give the pool back: the caller maps nothing of it any more. Safe to repeat."""

@@ -147,7 +147,7 @@ class Reader(WeightsSession):
         for first in range(0, self.size_bytes, PIECE_BYTES):
             yield first, look(first, min(PIECE_BYTES, self.size_bytes - first))
 
-    def held(self) -> tuple[msg.HandBackMsg, Sequence[int], bytes]:
+    def held(self) -> tuple[msg.HandBackMsg, Sequence[int]]:
         """
         Raises:
             UnderstudyError: `gms.not_mapped`.
@@ -156,11 +156,16 @@ class Reader(WeightsSession):
             raise UnderstudyError(
                 "gms.not_mapped", f"epoch {self.epoch} is unmapped here; `remap` attaches again"
             )
-        epoch = msg.HeldEpoch(True, self.identity)
-        who = self.request.engine, self.request.incarnation
-        sizes, rank = tuple(self.slab_sizes), self.request.rank
-        message = msg.HandBackMsg(*who, self.epoch, sizes, rank, epoch=epoch)
-        return message, self.slab_fds(), self.manifest
+        message = msg.HandBackMsg(
+            self.request.engine,
+            self.request.incarnation,
+            self.epoch,
+            tuple(self.slab_sizes),
+            self.request.rank,
+            epoch=msg.HeldEpoch(True, self.identity),
+            manifest=self.manifest,
+        )
+        return message, self.slab_fds()
 
     # ------------------------------------------------------------------ away and back
 

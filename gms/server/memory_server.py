@@ -26,13 +26,11 @@ from datetime import timedelta
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import Machine
-from gms.manifest import check_size
 from gms.server.driver_thread import FOREIGN, DriverThread, attempt
 from gms.server.slab_store import Part, SlabStore
 from gms.vmm.interface import DeviceMemory, release_all
@@ -46,7 +44,6 @@ from plumbing.service.notify import restarts
 from plumbing.service.procfs import holders_of
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
 
 RETRY_S = 1.0  # of a place that cannot be served
@@ -163,31 +160,6 @@ M = TypeVar("M", bound=Machine[Any])
 P = ParamSpec("P")
 
 
-class Offer(Struct):
-    """A hand-back, with what came with it."""
-
-    message: msg.HandBackMsg
-    is_wanted: bool  # else its word is enough, and its memory is not looked at
-    left: int  # frames that are still to come
-    fds: list[OwnedFd]
-    manifest: bytes = b""
-
-    def add(self, fds: Sequence[OwnedFd], piece: bytes) -> None:
-        """Take one frame's descriptors and piece of the manifest."""
-        if not self.is_wanted:
-            return
-        self.fds += [OwnedFd(fd.detach()) for fd in fds]
-        self.manifest += piece
-        check_size(self.manifest)
-        wanted = len(self.message.slab_sizes) + (self.message.pool is not None)
-        if len(self.fds) > wanted or (self.left == 0 and len(self.fds) != wanted):
-            raise ProtocolError(
-                "gms.bad_offer",
-                f"{len(self.fds)} descriptors came for a region of"
-                f" {len(self.message.slab_sizes)} slabs",
-            )
-
-
 OF_KV = (msg.BorrowPoolMsg, msg.TakeMsg, msg.MarkMsg, msg.DiscardMsg, msg.GiveUpMsg)
 
 
@@ -284,18 +256,13 @@ class MemoryPlace(Handler):
 
     def opened(self, conn: Connection) -> None:
         self.conns[conn.id] = conn
-        conn.limit_frames(msg.REQUEST_BYTES_MAX)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         part = self._about(conn, message)
         try:
-            match message:
-                case msg.HandBackMsg() | msg.MoreMsg():
-                    part.take_frame(conn, message, request_id, fds)
-                case _:
-                    part.feed(conn, ev.Received(conn.id, request_id, message, conn.peer.pid))
+            part.feed(conn, ev.Received(conn.id, request_id, message, conn.peer.pid), fds)
         except UnderstudyError as error:  # the wire answers with it and closes the connection
             part.protocol_errors_total += isinstance(error, ProtocolError)
             part.forget_offer(conn.id)
@@ -311,8 +278,6 @@ class MemoryPlace(Handler):
     def _about(self, conn: Connection, message: Message) -> MemoryServer[Any]:
         """Whose message it is."""
         match message:
-            case msg.MoreMsg():
-                is_kv = conn.id in self.parts[-1].offers
             case msg.HandBackMsg():
                 is_kv = message.pool is not None
             case msg.DropMsg():
@@ -344,7 +309,8 @@ class MemoryServer(abc.ABC, Generic[M]):
         self.directory, self.device, self.memory = place.directory, place.device, place.memory
         self.protocol_errors_total = 0
         self._store = SlabStore(is_writable=self.is_lent_writable)
-        self.offers: dict[int, Offer] = {}  # by session, until they are checked
+        # What survivors have handed back, by session, until it is checked.
+        self._offers: dict[int, list[OwnedFd]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -362,8 +328,8 @@ class MemoryServer(abc.ABC, Generic[M]):
         self.watch.close()
         if self._timer is not None:
             self._timer.cancel()
-        for offer in self.offers.values():
-            close_all(offer.fds)
+        for offered in self._offers.values():
+            close_all(offered)
         self._store.close()
 
     @abc.abstractmethod
@@ -397,8 +363,9 @@ class MemoryServer(abc.ABC, Generic[M]):
 
     # ------------------------------------------------------------------ what clients send
 
-    def feed(self, conn: Connection, event: ev.Received) -> None:
-        """Check what only the kernel knows, then hand the message to the machine."""
+    def feed(self, conn: Connection, event: ev.Received, fds: Sequence[OwnedFd]) -> None:
+        """Check what only the kernel knows, then hand the message to the machine; takes those `fds`
+        that are needed."""
         match event.message:
             case msg.AttachMsg() | msg.BorrowPoolMsg():
                 self._watch_process(conn)
@@ -406,6 +373,8 @@ class MemoryServer(abc.ABC, Generic[M]):
                 session = self.machine.sessions.get(conn.id)
                 if session is not None and session.region is not None:
                     self._check_held(session.region)
+            case msg.HandBackMsg():
+                self._take_offer(conn, event.message, fds)
         self.handle(self.machine.received, self._with_facts(event))
 
     @abc.abstractmethod
@@ -424,51 +393,32 @@ class MemoryServer(abc.ABC, Generic[M]):
             text = f"hold a shared flock on the {self.what}'s file first"
             raise ProtocolError("gms.not_held", text)
 
-    # ------------------------------------------------------------------ what survivors hand back
-
-    def _begin_hand_back(self, conn: Connection, message: msg.HandBackMsg) -> Offer:
-        """Check that it may hand the region back. It must hold the region's file, unless that was
-        removed under all its holders.
+    def _take_offer(
+        self, conn: Connection, message: msg.HandBackMsg, fds: Sequence[OwnedFd]
+    ) -> None:
+        """Check that a survivor may hand the region back, and keep the memory if that is wanted. It
+        must hold the region's file, unless that was removed under all its holders.
         """
         if not names.is_region_id(message.region):
             raise ProtocolError("gms.bad_offer", f"{message.region[:64]!r} is not an id")
         self._watch_process(conn)
         if os.path.exists(self.path(message.region)):
             self._check_held(message.region)
-        wanted = self.machine.is_awaited(message.region)
-        self.offers[conn.id] = Offer(message, wanted, message.more, [])
-        return self.offers[conn.id]
-
-    def take_frame(
-        self,
-        conn: Connection,
-        message: msg.HandBackMsg | msg.MoreMsg,
-        request_id: int,
-        fds: list[OwnedFd],
-    ) -> None:
-        """One frame of a hand-back; the machine hears of it once it is whole."""
-        offer = self.offers.get(conn.id)
-        if (offer is None or not offer.left) is isinstance(message, msg.MoreMsg):
+        if not self.machine.is_awaited(message.region):
+            return
+        if len(fds) != len(message.slab_sizes) + (message.pool is not None):
             raise ProtocolError(
-                "gms.unexpected_message",
-                f"{message.TYPE} is not allowed now: `more` follows one `hand_back`",
+                "gms.bad_offer",
+                f"{len(fds)} descriptors came for a region of {len(message.slab_sizes)} slabs",
             )
-        if isinstance(message, msg.HandBackMsg):
-            offer = self._begin_hand_back(conn, message)
-        else:
-            assert offer is not None
-            offer.left -= 1
-        offer.add(fds, message.manifest)
-        if offer.left == 0:
-            whole = replace(offer.message, manifest=offer.manifest)
-            received = ev.Received(conn.id, request_id, whole, conn.peer.pid)
-            self.handle(self.machine.received, received)
+        self.forget_offer(conn.id)
+        self._offers[conn.id] = [OwnedFd(fd.detach()) for fd in fds]
 
     def forget_offer(self, session: int) -> None:
         """Close what the session has handed back: it has ended, or it is not needed."""
-        offer = self.offers.pop(session, None)
-        if offer is not None and offer.fds:
-            self._closer.submit(lambda: close_all(offer.fds))
+        fds = self._offers.pop(session, [])
+        if fds:
+            self._closer.submit(lambda: close_all(fds))
 
     # ------------------------------------------------------------------ the machine
 
@@ -522,7 +472,7 @@ class MemoryServer(abc.ABC, Generic[M]):
             case ev.Release():
                 self._release(effect)
             case ev.TakeBack(region, session, message):
-                fds = self.offers.pop(session).fds
+                fds = self._offers.pop(session)
                 self._call(effect, lambda: self._taken_back(region, fds, message))
             case ev.RecordEvent():
                 self.record(effect.type, effect.message, effect.severity, **effect.data)
@@ -593,15 +543,11 @@ class MemoryServer(abc.ABC, Generic[M]):
                 error = exhausted(cause)
             self._refuse(effect, error)
             return
-        grant = self._grant(self.machine.regions[effect.region], effect)
-        self._respond(effect, grant, fds[:FDS_PER_FRAME_MAX])
-        for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
-            more = fds[first : first + FDS_PER_FRAME_MAX]
-            self._respond(effect, msg.SlabsMsg(effect.region), more)
+        self._respond(effect, self._grant(self.machine.regions[effect.region], effect), fds)
 
     @abc.abstractmethod
     def _grant(self, region: Any, effect: ev.SendRegion) -> Message:
-        """What goes with the first of the region's descriptors."""
+        """What goes with the region's descriptors."""
 
     def warn(self, why: str) -> None:
         """Record that a region's file cannot be used."""

@@ -31,7 +31,6 @@ from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
 from plumbing.pod.paths import gms_journal
-from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 
 
 class WeightsServer(MemoryServer[WeightsMachine]):
@@ -103,11 +102,6 @@ class WeightsServer(MemoryServer[WeightsMachine]):
             case ev.SendMessage(session, _, msg.AllocatedMsg(slab) as message):
                 epoch = str(self.machine.sessions[session].region)
                 self._respond(effect, message, [attempt(lambda: store.lend(epoch, slab))])
-            case ev.SendMessage(session, _, msg.WritingMsg() as message):
-                conn = self.place.conns.get(session)
-                if conn is not None:  # only a writer may send frames of 16 MiB: it owes a manifest
-                    conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
-                self._respond(effect, message)
             case ev.OpenEpoch(_, epoch):
                 self._call(effect, lambda: store.open(epoch, self.path(epoch)))
             case ev.CreateSlab(_, epoch, size_bytes):

@@ -243,10 +243,6 @@ class Connection:
             self._deadline.cancel()
             self._deadline = None
 
-    def limit_frames(self, frame_bytes_max: int) -> None:
-        """Accept no larger frames than this from now on; the limit may depend on the peer."""
-        self._decoder.frame_bytes_max = frame_bytes_max
-
     def _received(self, data: bytes, fds: list[OwnedFd]) -> None:
         """Take bytes in the order of arrival, with the descriptors that arrived with them."""
         try:

@@ -6,9 +6,6 @@ from __future__ import annotations
 # Control messages are small; the status of a pod with dozens of waiting engines is about 30 KiB.
 FRAME_BYTES_MAX = 256 * 1024
 
-# A manifest of 12,000 tensors is about 2 MiB of MessagePack; the largest checkpoints have ~60,000.
-MANIFEST_FRAME_BYTES_MAX = 16 * 1024 * 1024
-
 # The kernel's SCM_MAX_FD is 253 (net/scm.h); larger sets are sent in several frames.
 FDS_PER_FRAME_MAX = 250
 

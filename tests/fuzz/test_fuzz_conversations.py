@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from gms import messages as msg
 from gms import names
@@ -63,9 +62,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
         st.sampled_from([(), (4096,), (1,) * 300]),
         epoch=st.builds(msg.HeldEpoch, st.booleans(), st.just(IDENTITY)),
         manifest=st.sampled_from([EMPTY, b"x"]),
-        more=st.integers(0, 2),
     ),
-    st.builds(msg.MoreMsg, st.sampled_from([b"", EMPTY])),
     st.just(msg.CondemnMsg("why")),
     st.builds(msg.DigestMsg, st.just("0" * 64)),
     st.builds(msg.DropMsg, st.none() | EPOCHS, st.booleans()),
@@ -173,20 +170,15 @@ class Recovering:
         until(lambda: self.gms.status()["unowned"][0]["holders"], "its first look at holders")
         self.fds = len(open_fds(self.gms.pid))
 
-    def offer(self, kinds: list[str], changes: dict[str, Any], in_first: int) -> None:
-        """Come back as a survivor with descriptors of `kinds`, the first in a frame alone."""
+    def offer(self, kinds: list[str], changes: dict[str, Any]) -> None:
+        """Come back as a survivor with descriptors of `kinds`."""
         reader = self.reader
         good = [OwnedFd(os.dup(fd)) for fd in reader.slab_fds()]
         fds = [MAD[k]() if k in MAD else good[i % SLABS].duplicate() for i, k in enumerate(kinds)]
         close_all(good)
         message = hand_back_of(reader, engine="mad", incarnation="m-1", **changes)
-        message = structs.replace(message, more=1 if in_first else 0)
         with self.gms.client() as client, contextlib.suppress(UnderstudyError):
-            if in_first:
-                client.notify(message, fds[:in_first])
-                client.request(msg.MoreMsg(), fds[in_first:])
-            else:
-                client.request(message, fds)
+            client.request(message, fds)
             raise AssertionError(f"{kinds} with {sorted(changes)} was taken")
 
     def check(self) -> None:
@@ -227,16 +219,15 @@ WRONG = st.fixed_dictionaries(
 
 def test_no_mad_offer_is_taken(recovering: Recovering):
     """Goal: an offer with anything wrong costs its sender only. Method: right and wrong fields,
-    descriptors of any kind and number, in one frame or several."""
+    descriptors of any kind and number."""
 
     @settings(max_examples=EXAMPLES // 20 or 60, deadline=None)
     @given(
         kinds=st.lists(st.sampled_from([*MAD, "good", "good", "good"]), max_size=6),
         changes=WRONG,
-        in_first=st.integers(0, 3),
     )
-    def run(kinds: list[str], changes: dict[str, Any], in_first: int) -> None:
-        recovering.offer(kinds, dict(changes), in_first)
+    def run(kinds: list[str], changes: dict[str, Any]) -> None:
+        recovering.offer(kinds, dict(changes))
         recovering.check()
 
     run()

@@ -8,7 +8,6 @@ descriptors itself.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -22,11 +21,9 @@ from gms.manifest import (
     TensorRecord,
     encode,
 )
-from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, EpochAttachedMsg
-from plumbing.errors import ProtocolError, RemoteError
-from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.frames import encode_frame
-from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
+from gms.messages import CATALOGUE, EpochAttachedMsg
+from plumbing.errors import ProtocolError
+from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.core.driver import Bench
 from tests.helpers import until
 
@@ -110,19 +107,6 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     assert error.details["limit"] == MANIFEST_BYTES_MAX
     until(lambda: host.status()["state"] == "empty", "the refused load to be given up")
     host.load().close()
-
-
-def test_only_who_owes_a_manifest_may_send_large_frames(host: GmsProcess):
-    """A newcomer's frame beyond the limit of requests is refused by its header alone."""
-    with socket.socket(socket.AF_UNIX) as raw:
-        raw.connect(f"{host.directory}/gms_{DEVICE}_weights.sock")
-        raw.sendall(encode_frame(bytes(REQUEST_BYTES_MAX + 1), 0, 2**24)[:100])
-        with (
-            BlockingClient.from_socket(raw, CATALOGUE) as client,
-            pytest.raises(RemoteError, match=r"wire\.frame_too_large") as caught,
-        ):
-            client.receive()
-    assert caught.value.details["limit_bytes"] == REQUEST_BYTES_MAX
 
 
 def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
