@@ -97,18 +97,23 @@ class Hello(msgspec.Struct, frozen=True):
 
 # What a message of 64 bits can say: a front passes these figures on.
 Count = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]
+# And these texts, to a terminal too: they have no character that steers one, or turns the direction
+# of writing.
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]*\Z"
+Word = Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+ModelName = Annotated[str, Meta(pattern=PRINTABLE)]
 
 
 class PodModel(msgspec.Struct, frozen=True):
     """One model of a pod. `engine`: the one that requests go to, "" without one; tokens compare
     within an era only. `tier`: how near the model is to serving, `awake` to `cold`."""
 
-    engine: Annotated[str, Meta(max_length=64)] = ""
+    engine: Word = ""
     token: Count = 0
-    era: Annotated[str, Meta(max_length=64)] = ""
-    continuation_id: Annotated[str, Meta(max_length=128)] = ""
+    era: Word = ""
+    continuation_id: Annotated[str, Meta(max_length=128, pattern=PRINTABLE)] = ""
     continuation: Continuation = Continuation.NONE
-    tier: Annotated[str, Meta(max_length=16)] = ""
+    tier: Word = ""
     in_flight: Count = 0
     waiting: Count = 0
     room: Count = 0  # requests that it takes beside these
@@ -119,11 +124,11 @@ class PodReport(msgspec.Struct, frozen=True):
     random bits of this gateway's start. `leaving_ms`: the time that is left to a pod that is told
     to end. `models`: by each name that a request may give."""
 
-    pod: Annotated[str, Meta(max_length=64)]
+    pod: Word
     incarnation: Annotated[int, Meta(ge=1)]
-    models: Annotated[dict[str, PodModel], Meta(max_length=256)]
+    models: Annotated[dict[ModelName, PodModel], Meta(max_length=256)]
     body_bytes_max: Annotated[int, Meta(ge=0, le=1 << 53)]
-    leaving_ms: float | None = None
+    leaving_ms: Annotated[float, Meta(ge=0, le=1 << 53)] | None = None
     version: int = 1
 
 

@@ -33,7 +33,7 @@ from gateway.server.hop import KEEPALIVE, POD, fleet_security
 from gateway.server.upstream import IdleConnection, PodConnections
 from plumbing.errors import UsageError
 from plumbing.gateway_protocol import VERSION, WATCH_PATH, PodReport
-from plumbing.text import split_address
+from plumbing.text import one_line, split_address
 from plumbing.wire.tcp import reason_of
 
 LOOK_UP_S = 1.0
@@ -169,8 +169,8 @@ class PodLinks:
                 is_refused = is_reset and not has_reported
                 is_broken, why = has_reported or is_refused, reason_of(error)
             except (*NO_REPORTS, UsageError) as error:
-                why = str(error)[:PROBLEM_CHARS_MAX]
-            self.problems[name] = why
+                why = str(error)
+            self.problems[name] = one_line(why)[:PROBLEM_CHARS_MAX]
             if is_broken:
                 self._exchange.handle(PodBroke(name, is_refused))
                 retry_s = 0.0 if has_reported else retry_s

@@ -236,10 +236,24 @@ REPORT = PodReport("liar", 1, {}, 0)
             WATCHED + msgspec.json.encode(REPORT).replace(b":%d" % n, b":1%d" % 10**30) + b"\n"
             for n in (0, 1)
         ),
+        *(
+            WATCHED + msgspec.json.encode(replace(REPORT, **said)) + b"\n"
+            for said in (
+                {"pod": "liar\x1b[2J"},
+                {"pod": "rail\u202e"},
+                {"models": {"m\n": PodModel()}},
+                {"models": {"m": PodModel(engine="\x9b2J")}},
+                {"models": {"m": PodModel(tier="awake\r")}},
+                {"leaving_ms": 1e300},
+                {"leaving_ms": -1.0},
+            )
+        ),
+        b"\x1b[2J",
     ],
     ids=[
         *("garbage", "too-large", "no-incarnation", "other-version", "no-fleet", "no-http"),
         *("nested", "not-utf8", "cut", "large-limit", "large-incarnation"),
+        *("name", "direction", "model", "engine", "tier", "leaving-late", "left", "escape"),
     ],
 )
 @in_fleet
@@ -258,6 +272,7 @@ async def test_pod_whose_reports_cannot_be_read_harms_nobody(bench, said):
     await auntil(lambda: address in bench.server.links.problems, "the problem")
     assert bench.fleet.pods[address].report is None
     assert any(each.startswith(f"{address}: ") for each in bench.server.document()["problems"])
+    assert bench.server.links.problems[address].isprintable()
     check_whole(await (await bench.ask(BODY)).answer(), BODY)
     liar.close()
 
