@@ -115,6 +115,7 @@ TABLE: Table[RequestState, Turn] = Table(
 )
 
 
+DELIVERING = (RequestState.STREAMING, RequestState.RELAYING)
 REQUEST_BYTES = 4096  # what a request takes beside its body, in objects here and in the shell
 PROGRESS_TOKENS = 32  # so many new tokens say that a request does not kill engines
 # An answer without a journal shows no tokens; any engine in use makes 32 in this time.
@@ -162,7 +163,7 @@ class ClientRequest:
     replay: Replay | None = None
     rewriter: Rewriter | None = None
 
-    paused_since_ms: float | None = None
+    paused_since_ms: float | None = None  # until the first new token, or the end
     pauses: int = 0
     paused_ms: float = 0.0
 
@@ -196,7 +197,7 @@ class ClientRequest:
         change of what this looks at."""
         if self.attempt is not None:
             is_plain = self.state is RequestState.STREAMING and self.rewriter is None
-            passes = is_plain and not self.progress_at
+            passes = is_plain and not self.progress_at and self.paused_since_ms is None
             self.attempt.transcript = self.transcript if passes else None
 
     @property
@@ -274,7 +275,8 @@ class ColdPath(Protocol):
     """What an attempt tells of, all of it rare (`requests.py`)."""
 
     def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None: ...
-    def joined(self, request: ClientRequest, now_ms: float) -> None: ...
+    def joined(self, request: ClientRequest) -> None: ...
+    def resumed(self, request: ClientRequest, now_ms: float) -> None: ...
     def mismatched(self, request: ClientRequest, why: str) -> None: ...
     def whole(self, request: ClientRequest) -> None: ...
     def weigh(self, request: ClientRequest) -> None: ...
@@ -336,6 +338,8 @@ class Attempt:
             return events
         if b'"error"' in events and self._is_error(events, now_ms):
             return b""
+        if tokens and request.paused_since_ms is not None and request.state in DELIVERING:
+            self._cold.resumed(request, now_ms)
         if request.state is not RequestState.STREAMING:
             return self._group_elsewhere(events, tokens, chunks, now_ms)
         if request.rewriter is not None:
@@ -359,13 +363,15 @@ class Attempt:
         if self.is_over or (b'"error"' in events and self._is_error(events, now_ms)):
             return b""
         if request.state is RequestState.REPLAYING:
-            rest = self._replay(events, [], now_ms, is_last=True)
+            rest = self._replay(events, [], is_last=True)
             if rest is None:
                 return b""
             events = rest.events
-        elif request.state not in (RequestState.STREAMING, RequestState.RELAYING):
+        elif request.state not in DELIVERING:
             self._cold.broke(self, BreakCause.GARBAGE, now_ms)
             return b""
+        if request.paused_since_ms is not None:
+            self._cold.resumed(request, now_ms)
         if request.rewriter is not None:
             events = request.rewriter.rewrite(events)
         self._cold.whole(request)
@@ -394,7 +400,7 @@ class Attempt:
     ) -> bytes:
         """A group of a stream that keeps no journal, or of a replay."""
         if self.owner.state is RequestState.REPLAYING:
-            rest = self._replay(events, tokens, now_ms, is_last=False)
+            rest = self._replay(events, tokens, is_last=False)
             if rest is None:
                 return b""
             # The rest is a group of its own, without the tokens that the journal has already.
@@ -409,9 +415,7 @@ class Attempt:
         rewriter = self.owner.rewriter  # it was resumed once, when it had a journal
         return events if rewriter is None else rewriter.rewrite(events)
 
-    def _replay(
-        self, events: bytes, tokens: list[int], now_ms: float, *, is_last: bool
-    ) -> Rest | None:
+    def _replay(self, events: bytes, tokens: list[int], *, is_last: bool) -> Rest | None:
         """What of a replay is new; None if nothing can be yet, or ever."""
         assert self.owner.replay is not None  # made with the state
         try:
@@ -420,7 +424,7 @@ class Attempt:
             self._cold.mismatched(self.owner, str(mismatch))
             return None
         if rest is not None:
-            self._cold.joined(self.owner, now_ms)
+            self._cold.joined(self.owner)
         return rest
 
     def _is_error(self, events: bytes, now_ms: float) -> bool:

@@ -307,7 +307,7 @@ class StreamPaused(GatewayRecord, frozen=True):
 
 
 class StreamResumed(GatewayRecord, frozen=True):
-    """`pause_ms` is from the break to the byte from which the client can go on."""
+    """`pause_ms` is from the break to the first new token, or to the end."""
 
     request: int
     engine: str

@@ -516,7 +516,7 @@ class Gateway:
         elif request.state is RequestState.SENT:
             self._begin(attempt, came)
         elif came.is_marked and came.status == 200:
-            self._replay(request, now_ms)
+            self._replay(request)
         else:
             why = failure("gateway.resume_refused", engine=attempt.engine, status=came.status)
             self.fail(request, why)
@@ -570,29 +570,34 @@ class Gateway:
 
     # ------------------------------------------------------------------ replays and progress
 
-    def _replay(self, request: ClientRequest, now_ms: float) -> None:
+    def _replay(self, request: ClientRequest) -> None:
         self.fire(request, Turn.STREAM)
         delivered = request.transcript.joined
         request.replay = Replay(delivered, request.tokens)
         if delivered.is_empty and not request.tokens:
-            self.joined(request, now_ms)
+            self.joined(request)
 
-    def joined(self, request: ClientRequest, now_ms: float) -> None:
-        """The replay has reached what was delivered: the client's pause is over."""
-        attempt, replay, since_ms = request.attempt, request.replay, request.paused_since_ms
-        assert attempt is not None
-        assert replay is not None
-        assert since_ms is not None
+    def joined(self, request: ClientRequest) -> None:
+        """The replay has reached what was delivered: what follows is new to the client."""
+        assert request.replay is not None
         self.fire(request, Turn.JOIN)
-        request.rewriter = replay.rewriter()
-        tokens, pause_ms = len(request.tokens), now_ms - since_ms
-        engine, token = attempt.engine, attempt.token
-        self.outbox.append(ev.StreamResumed(request.number, engine, token, tokens, pause_ms))
-        request.paused_ms += pause_ms
-        request.paused_since_ms = request.replay = None
+        request.rewriter = request.replay.rewriter()
+        request.replay = None
         request.refusals = 0
         self.weigh(request)
         self._watch(request)
+
+    def resumed(self, request: ClientRequest, now_ms: float) -> None:
+        """The first new token, or the end: the client's pause is over."""
+        attempt, since_ms = request.attempt, request.paused_since_ms
+        assert attempt is not None
+        assert since_ms is not None
+        tokens, pause_ms = request.delivered_tokens, now_ms - since_ms
+        engine, token = attempt.engine, attempt.token
+        self.outbox.append(ev.StreamResumed(request.number, engine, token, tokens, pause_ms))
+        request.paused_ms += pause_ms
+        request.paused_since_ms = None
+        request.steer()
 
     def played(self, request: ClientRequest, tokens: int) -> None:
         """The shell has passed `tokens` more on to a front."""
@@ -638,7 +643,7 @@ class Gateway:
             event = b"\n\n" + HANDED_OVER if is_handed_over else request.engine_error
             self.fail(request, failure("gateway.broken"), event=event)
             return
-        if request.state is RequestState.STREAMING:
+        if request.state is RequestState.STREAMING and request.paused_since_ms is None:
             request.paused_since_ms = now_ms
             request.pauses += 1
             tokens = len(request.tokens)

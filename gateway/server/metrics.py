@@ -68,7 +68,7 @@ class _GatewayMetrics:
             requests.labels(outcome=ending, continuation=str(continuation)).set(count)
         text = "Number of times a limit was reached, by limit."
         self.by(accounts.limits, "limit_hits_total", text, "limit", self.limits())
-        text = "How long streams paused: from the break until what was delivered had been repeated."
+        text = "How long streams paused: from the break to the first new token, or to the end."
         self.histogram("pause_seconds", text, accounts.pauses)
         text = "Time from a request, read whole, to its first byte sent to an engine that was free."
         self.histogram("added_seconds", text, accounts.added)

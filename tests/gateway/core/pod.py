@@ -15,7 +15,7 @@ from typing import Any
 
 from gateway.core import events as ev
 from gateway.core.client_request import Attempt
-from gateway.core.machine import TICK_MS, Gateway
+from gateway.core.machine import REPLAYS, TICK_MS, Gateway
 from plumbing.gateway_protocol import Continuation, Hello
 from tests.gateway.core.model import PATHS, Play, read_answer, whole_output
 
@@ -198,7 +198,6 @@ class Pod(Shell):
         self.on_group: Callable[[Upstream], None] = lambda upstream: None
         self.on_ask: Callable[[Upstream], None] = lambda upstream: None
         self.asks: list[tuple[Client, int]] = []  # with the token of the engine asked
-        self.resuming: set[int] = set()
 
     # ---- what happens
 
@@ -236,13 +235,11 @@ class Pod(Shell):
             case ev.DropAttempt():
                 if (upstream := self.upstreams.pop(effect.attempt, None)) is not None:
                     upstream.is_open = False
-                    self.resuming.discard(upstream.client.number)
 
     def record(self, record: ev.GatewayRecord) -> None:
         super().record(record)
         if isinstance(record, ev.StreamResumed):
             self.clients[record.request].resumed.append(record)
-            self.resuming.discard(record.request)
 
     def _greet(self, effect: ev.GreetEngine) -> None:
         if not self._serves(effect.engine, effect.token):
@@ -272,9 +269,8 @@ class Pod(Shell):
         upstream = Upstream(effect.attempt, client, effect.engine, effect.token, core)
         self.upstreams[effect.attempt] = upstream
         self.asks.append((client, effect.token))
-        if journal is not None:
-            self.resuming.add(client.number)
-            self.resuming_max = max(self.resuming_max, len(self.resuming))
+        replays = sum(each.state in REPLAYS for each in self.gateway.shared.everything())
+        self.resuming_max = max(self.resuming_max, replays)
         self.on_ask(upstream)
         self.at(1.0, lambda: self._answer(upstream, journal))
 

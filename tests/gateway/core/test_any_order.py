@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from gateway.core import events as ev
-from gateway.core.client_request import TABLE, ClientRequest, RequestState
+from gateway.core.client_request import DELIVERING, TABLE, ClientRequest, RequestState
 from gateway.core.machine import REPLAYS, Gateway
 from plumbing.gateway_protocol import Continuation, Hello
 
@@ -130,9 +130,10 @@ class Walk:
             attempt = request.attempt
             passes = attempt is not None and attempt.transcript is not None
             is_plain = request.state is RequestState.STREAMING and request.rewriter is None
-            assert passes == (is_plain and not request.progress_at)
-            is_paused = request.state in (*REPLAYS, RequestState.PARKED)
-            assert (request.paused_since_ms is not None) == is_paused
+            is_paused = request.paused_since_ms is not None
+            assert passes == (is_plain and not request.progress_at and not is_paused)
+            if request.state not in DELIVERING:  # a pause ends with the first new token
+                assert is_paused == (request.state in (*REPLAYS, RequestState.PARKED))
         assert not any(each.is_over and each.transcript for each in self.attempts)
         trial = desk.queue.on_trial
         assert trial is None or trial.number in desk.requests

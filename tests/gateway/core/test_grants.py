@@ -8,7 +8,7 @@ import pytest
 
 from gateway.core import events as ev
 from gateway.core.answers import error_body
-from gateway.core.client_request import REQUEST_BYTES
+from gateway.core.client_request import REQUEST_BYTES, RequestState
 from gateway.core.machine import Gateway
 from gateway.core.replay import BLOCK_BYTES
 from plumbing.gateway_protocol import VERSION, Continuation, Hello
@@ -16,6 +16,7 @@ from tests.gateway.core.model import KINDS, PATHS, by_state
 from tests.gateway.core.pod import Pod
 
 CHAT = "/v1/chat/completions"
+COMMENT = b'data: {"choices":[],"prompt_token_ids":[1]}\n\n'
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
 
 
@@ -107,6 +108,37 @@ def test_stream_does_not_resume_at_an_engine_that_cannot(change, code):
     (ended,) = gateway.handle(came, 4.0)
     assert code in ended.event.decode()
     assert (ended.code, ended.ending, ended.tokens) == (code, ev.Ending.BROKEN, 1)
+
+
+def resume(gateway: Gateway, token: int, now_ms: float):
+    """The attempt at an engine that is granted now, whose head has come."""
+    greet = gateway.handle(ev.EngineGranted(f"e{token}", token, "era"), now_ms)[-1]
+    (asked,) = gateway.handle(ev.HelloCame(greet.greeting, hello(f"e{token}", token)), now_ms)
+    head = ev.HeadCame(asked.attempt, 200, asked.engine, token, Continuation.EXACT, True)
+    assert gateway.handle(head, now_ms) == []
+    return gateway.attempts[asked.attempt]
+
+
+@pytest.mark.parametrize("is_end", [False, True], ids=["token", "end"])
+def test_pause_lasts_until_the_first_new_token_or_the_end(is_end):
+    """Goal: the pause is the client's. Method: an engine repeats the journal at once and computes
+    later; one that dies in between makes no second pause; and what no token caused ends none."""
+    gateway = gateway_with()
+    stream(gateway, 1).group(EVENT, [1], [1], 2.0)
+    for token in (6, 7):
+        attempt = resume(gateway, token, 10.0 * token)
+        assert attempt.group(EVENT, [1], [1], 10.0 * token) == b""
+    assert gateway.requests[1].state is RequestState.STREAMING
+    attempt.group(COMMENT, [], [], 80.0)
+    assert gateway.take() == []
+    if is_end:
+        attempt.end(b"data: [DONE]\n\n", 100.0)
+    else:
+        assert attempt.group(EVENT, [2], [1], 100.0) == EVENT
+        assert attempt.group(EVENT, [3], [1], 200.0) == EVENT
+    records = [each for each in gateway.take() if isinstance(each, ev.GatewayRecord)]
+    assert records == [ev.StreamResumed(1, "e7", 7, 1, 40.0)]
+    assert is_end or gateway.requests[1].pauses == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
