@@ -14,6 +14,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,6 +46,12 @@ class RunningFleet:
         self.tree: dict[int, psutil.Process] = {}
         self._kills: Counter[str] = Counter()
         (self.url,) = re.findall(r"^  curl (\S+)", output.read_text(), re.MULTILINE)
+
+    def has_standbys(self) -> bool:
+        words = [UNDERSTUDY, "status", "--json"]
+        pods = self.directory.glob("pod-[0-9]")
+        views = [subprocess.run([*words, f"--dir={pod}"], stdout=PIPE, check=False) for pod in pods]
+        return all(json.loads(each.stdout)["standbys"] for each in views)
 
     def look(self) -> list[psutil.Process]:
         found = psutil.Process(self.up.pid).children(recursive=True)
@@ -89,8 +96,12 @@ def test_up_with_replicas_serves_at_one_port_and_leaves_no_process(tmp_path_fact
         with urllib.request.urlopen(request, timeout=60) as answer:
             served = answer.headers["X-Understudy-Pod"]
         words = [UNDERSTUDY, "status", f"--dir={fleet.directory}", "--json"]
-        view = subprocess.run(words, stdout=subprocess.PIPE, check=False).stdout
+        view = subprocess.run(words, stdout=PIPE, check=False).stdout
         assert mismatches(json.loads(view), FrontView) == []
+        # What is said last is where clients connect; a pod says later that it has a standby.
+        until(lambda: fleet.has_standbys(), "each pod's standby", WAIT_S)
+        lines = [it for it in fleet.output.read_text().splitlines() if "waiting for" not in it]
+        assert fleet.url.startswith(re.findall(r"http://[\d.:]+", "\n".join(lines))[-1])
         # Two models would have two names and two continuation ids: no stream could move.
         assert list(fleet.directory.glob("pod-*/random-model*")) == []
         fleet.kill(served)

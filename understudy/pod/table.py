@@ -28,6 +28,7 @@ HOST_PREFIX = "HOST-"  # of a device in host memory
 GATEWAY_MEMORY = "512MiB"  # what it may hold of requests, so that a failover does not lose them
 INIT = (sys.executable, "-I", "-S", init.__file__)  # what `understudy-init` executes
 PODS_FILE = "pods"  # the names of a fleet's pods, in its directory
+BEHIND_FRONT = "UNDERSTUDY_BEHIND_FRONT"  # set in a pod whose clients use its front's address
 REPLACING_INIT = (*INIT, init.REPLACEABLE)  # starts a successor on SIGHUP
 
 
@@ -143,7 +144,8 @@ class LocalPod:
             words = ("understudy", "up", "--replicas=1", *where, *flags, *rest)
             row = self._row(name, words, ports.gateway, "ready", period_s=2, failures=3600, by=())
             hop = f"127.0.0.1:{HOP_PORT + moved}"
-            env = {**self.env, "UNDERSTUDY_HOP": hop, "UNDERSTUDY_POD_NAME": name}
+            own = {"UNDERSTUDY_HOP": hop, "UNDERSTUDY_POD_NAME": name, BEHIND_FRONT: "1"}
+            env = {**self.env, **own}
             pods.append(replace(row, env=env, is_engine=True, starts_in_order=False))
         listen = f"--listen={self.host}:{self.ports.service}"
         names = f"--pods=@{self.directory / PODS_FILE}"

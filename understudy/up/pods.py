@@ -30,12 +30,15 @@ from understudy.drill.killer import Say, service_of, wait_for, whole_of
 from understudy.http_get import get
 from understudy.pod.ports import (
     FLEET_APART,
+    GATEWAY_PORT,
     HOP_PORT,
+    UI_PORT,
     check_port,
     check_ports,
 )
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.pod.table import (
+    BEHIND_FRONT,
     HOST_PREFIX,
     PODS_FILE,
     POOL,
@@ -194,7 +197,7 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
         async def body() -> None:
             if pod.replicas:
                 await say_fleet(directory, pod, say)
-            else:
+            elif BEHIND_FRONT not in os.environ:
                 await say_welcome(directory, pod.containers, say)
             await asyncio.Event().wait()
 
@@ -324,11 +327,18 @@ def _lines(who: str, url: str, model: str, directory: Path, *commands: str) -> l
 
 
 async def say_fleet(directory: Path, pod: PreparedPod, say: Say) -> None:
-    """Say where to send requests: the front has heard a pod, and each pod has served."""
+    """Say where to send requests: the front has heard a pod, and each pod has served. Its address
+    is the last one, after those of the pods' pages."""
     url = f"http://{reached(service_of(await status_of(part_of(directory, 'gateway'))))}"
     model = (await get(f"{url}/v1/models", MODELS_TIMEOUT_S)).json()["data"][0]["id"]
     who = f"{pod.title} are up; each pod has its directory in {directory}."
-    for line in ("", *_lines(who, url, model, directory, "status"), ""):
+    probes = ((each.name, each.startup) for each in pod.containers if each.is_engine)
+    gateways = [(name, urlsplit(probe.url)) for name, probe in probes if probe is not None]
+    pages = [
+        f"  {name}: http://{each.hostname}:{(each.port or 0) - GATEWAY_PORT + UI_PORT}/"
+        for name, each in gateways
+    ]
+    for line in ("", *pages, *_lines(who, url, model, directory, "status"), ""):
         say(line)
 
 
