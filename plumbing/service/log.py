@@ -159,6 +159,13 @@ def configure(component: str, **constants: Any) -> None:
     root.setLevel(level)
 
 
+def is_our_fault(record: logging.LogRecord) -> bool:
+    """A filter of aiohttp's log, in which each request that it refuses is an error with a stack
+    trace that quotes it: users' text, and as many lines as they like."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not type(error).__module__.startswith("aiohttp.")
+
+
 def _timestamp(record: logging.LogRecord) -> str:
     return rfc3339(datetime.fromtimestamp(record.created, UTC))
 

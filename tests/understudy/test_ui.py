@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -92,6 +93,20 @@ async def test_name_that_an_attacker_may_own_reads_nothing_but_the_probe(tmp_pat
                 assert answer.status == status
                 if status != 200:
                     assert (await answer.json())["error"]["code"] == "service.unknown_host"
+
+
+@pytest.mark.parametrize("said", [b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/1.1\r\na b\r\n\r\n"])
+async def test_request_that_is_no_http_is_refused_and_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: bytes
+):
+    async with page_of(tmp_path) as address:
+        url = urlsplit(address)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(said)
+        assert (await reader.read()).split()[1] == b"400"
+        writer.close()
+        await writer.wait_closed()
+    assert caplog.records == []
 
 
 async def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path: Path):

@@ -12,6 +12,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import logging
 import re
 from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from plumbing.pod.messages import EventMsg, WatchMsg
 from plumbing.pod.observers import PeerWatch
 from plumbing.service import notify
 from plumbing.service.hosts import KnownHosts, bind
+from plumbing.service.log import is_our_fault
 from plumbing.service.signals import until_ended
 from plumbing.text import to_json
 from plumbing.wire.messages import Message
@@ -154,6 +156,7 @@ class Hub:
 
 def application(hub: Hub, allowed_hosts: Iterable[str] = ()) -> web.Application:
     """`/` is the page, `/stream` what it reads, `/live` the probe."""
+    logging.getLogger("aiohttp.server").addFilter(is_our_fault)
     page, known = PAGE.read_text(), KnownHosts(allowed_hosts)
     headers = policy_of(page)
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 
-from aiohttp import http_exceptions, web
+from aiohttp import web
 
 from engine.backends.channel import POLL_S, Channel, is_private, until_done
 from engine.backends.process import BackendProcess, ProgressPage
@@ -31,6 +31,7 @@ from engine.messages import (
 from lockserver.client import serving
 from plumbing import gateway_protocol as hop
 from plumbing.errors import UnderstudyError
+from plumbing.service.log import is_our_fault
 from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
@@ -201,10 +202,3 @@ class ReferenceBackend:
     def _server(self) -> web.Server:
         assert self._runner.server is not None  # since `prepare`
         return self._runner.server
-
-
-def is_our_fault(record: logging.LogRecord) -> bool:
-    """A filter of aiohttp's log, in which each request that it refuses is an error with a stack
-    trace that quotes it: users' text, and as many lines as they like."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, http_exceptions.HttpProcessingError | web.RequestPayloadError)

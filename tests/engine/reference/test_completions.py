@@ -13,8 +13,8 @@ from aiohttp.http_exceptions import BadStatusLine
 
 from engine.backends.reference.completions import OpenAiReply, parse_body
 from engine.backends.reference.generation import SamplingParams
-from engine.backends.reference.service import is_our_fault
 from plumbing.errors import UsageError
+from plumbing.service.log import is_our_fault
 from tests.engine.reference.resume_cases import CHAT, COMPLETIONS
 
 TALK = {"messages": [{"role": "user", "content": "hi"}]}
