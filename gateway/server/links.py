@@ -28,7 +28,6 @@ from plumbing.pod.paths import engine_socket, lockserver_socket
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.service.metrics import Tally
-from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -124,10 +123,7 @@ class GatewayLockLink(Borrower):
 
 
 BY = "gateway"  # who wants it, in the engine's status and events
-# A supervisor answers within a millisecond, and is never blocked by its backend. While the engine
-# sleeps it is polled this often, because requests wait for what it says.
-ANSWER_MS = 3_000.0
-LOOK_MS = 1_000.0
+ANSWER_S = 3.0  # a supervisor answers within a millisecond, and is never blocked by its backend
 # The upper bounds of the buckets of the wake: 10 ms with the reference engine, a relaunch from cold
 # takes minutes.
 WAKE_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -151,7 +147,6 @@ class GatewayEngineLink(KeptLink):
         self._exchange, self._clock, self._log = exchange, clock, log
         self._is_named = asyncio.Event()
         self._last_request = 0
-        self._asked_ms: float | None = None  # since when an answer is due
 
     # ------------------------------------------------------------------ what happens outside
 
@@ -172,15 +167,9 @@ class GatewayEngineLink(KeptLink):
         wanting, now_ms = load.waiting + load.parked, self._clock.now_ms()
         self._perform(self.core.load(wanting, quiet_ms, now_ms))
 
-    def watch(self) -> None:
-        """Call this every 100 ms or so."""
-        now_ms = self._clock.now_ms()
-        if self._asked_ms is not None and now_ms - self._asked_ms > ANSWER_MS:
-            silent = duration(now_ms - self._asked_ms)
-            self.drop(f"its supervisor has not answered for {silent}")
-        is_due = self._asked_ms is None and now_ms - self.said_ms > LOOK_MS
-        if is_due and self.core.door is not None:
-            self._ask(SetGoalMsg())
+    def look(self) -> None:
+        """An answer is overdue, for which requests may wait."""
+        self.drop(f"its supervisor has not answered for {ANSWER_S:g} s")
 
     # ------------------------------------------------------------------ the connection
 
@@ -206,7 +195,7 @@ class GatewayEngineLink(KeptLink):
             self._perform(self.core.refused(error.message, self._clock.now_ms()))
 
     def lose(self, reason: str) -> None:
-        self._asked_ms = None
+        self.forget_look()
         self._failed(f"the connection ended: {reason}")
         self._perform(self.core.lost(self._clock.now_ms()))
 
@@ -224,14 +213,13 @@ class GatewayEngineLink(KeptLink):
     def _is_answer(self, request_id: int) -> bool:
         """Whether it answers the last question."""
         if request_id == self._last_request:
-            self._asked_ms = None
+            self.forget_look()
         return request_id == self._last_request
 
     def _ask(self, question: SetGoalMsg) -> None:
         if self.conn is not None:
             self._last_request += 1
-            if self._asked_ms is None:
-                self._asked_ms = self._clock.now_ms()
+            self.look_soon(ANSWER_S)
             self.conn.send(question, self._last_request)
 
     def _perform(self, effects: Effects) -> None:

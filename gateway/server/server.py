@@ -44,8 +44,7 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 
-TICK_S = 0.1  # silence of an engine is measured in seconds
-COUNT_TICKS = 5  # between two looks at whether the engine may sleep
+COUNT_S = 0.5  # between two looks at whether the engine may sleep
 FINISH_MS = 3_600_000.0  # a replaced gateway: a stream of an hour is rare, an endless one exists
 SUCCEED_S = 60.0  # a successor waits this long for the socket; the old gateway serves meanwhile
 OPEN_AGAIN_S = 0.02  # the old one closes its port in milliseconds, unless it hangs
@@ -95,7 +94,7 @@ class GatewayServer(GatewayProgram):
             self._loop.call_later(SUCCEED_S, self._give_up)
         else:
             await self._open()
-        coroutines = [self.lock.run(), self.engine.run(), self._tick(), self._take_turns()]
+        coroutines = [self.lock.run(), self.engine.run(), self._count(), self._take_turns()]
         return [*coroutines, self.pool.run()] if self.pool.models else coroutines
 
     # ------------------------------------------------------------------ the socket, turn by turn
@@ -304,14 +303,10 @@ class GatewayServer(GatewayProgram):
         else:
             self._loop.call_soon(self.engine.count)
 
-    async def _tick(self) -> None:
-        ticks = 0
+    async def _count(self) -> None:
         while True:
-            ticks += 1
-            self.engine.watch()
-            if ticks % COUNT_TICKS == 0:
-                self.engine.count()
-            await asyncio.sleep(TICK_S)
+            self.engine.count()
+            await asyncio.sleep(COUNT_S)
 
     # ------------------------------------------------------------------ status
 

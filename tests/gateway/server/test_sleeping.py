@@ -66,17 +66,16 @@ async def test_a_supervisor_that_does_not_answer_is_a_visible_reason(bench, monk
     await auntil(lambda: link.problem == "no memory", "the refusal")
     assert "gateway.goal_refused" in [each.type for each in log.kept_since(0)]
     supervisor.is_silent = True
-    monkeypatch.setattr(links, "ANSWER_MS", 1.0)
-    monkeypatch.setattr(links, "LOOK_MS", 0.0)
+    monkeypatch.setattr(links, "ANSWER_S", 0.001)
 
     def is_given_up() -> bool:
-        link.watch()
+        link.count()  # the request still waits, so the engine is woken once more
         return link.core.said is None
 
     await auntil(is_given_up, "the gateway to give it up")
     assert "has not answered for" in str(link.problem)
     assert (await client.answer()).status == 200
-    monkeypatch.setattr(links, "ANSWER_MS", 60_000.0)
+    monkeypatch.setattr(links, "ANSWER_S", 60.0)
     supervisor.is_silent = False
     await auntil(lambda: link.core.door, "it to be heard again")
     task.cancel()
