@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from gateway.core import events as ev
 from gateway.core.answers import failure
@@ -73,13 +73,19 @@ NO_BREAKS = (
 ENDS = (BreakCause.CLOSED, BreakCause.POD_LOST)  # a pod that leaves was told to end
 
 
-class EngineLife(NamedTuple):
-    """One life of an engine."""
+# One life of an engine: its pod, the pod's incarnation, token and era.
+Life: TypeAlias = "tuple[Pod, int, int, str]"
+
+
+@dataclass(slots=True)
+class Ahead:
+    """A pod computes a stream that another pod still has, at most until `until_ms`. `tokens`: of
+    the stream as it was then; `times`: how often it has done so."""
 
     pod: Pod
-    incarnation: int
-    token: int
-    era: str
+    until_ms: float
+    tokens: int
+    times: int
 
 
 @dataclass(slots=True, eq=False)
@@ -96,26 +102,16 @@ class Sent:
     refused_by: set[int] = field(default_factory=set)  # incarnations, since the last answer
     differed: bool = False  # a replay was another one
     # Engines of silent pods, that may have died of it unseen.
-    unsure: list[EngineLife] = field(default_factory=list)
+    unsure: list[Life] = field(default_factory=list)
+    ahead: Ahead | None = None
 
     @property
-    def engine(self) -> EngineLife:
-        return EngineLife(self.pod, self.incarnation, self.token, self.era)
+    def engine(self) -> Life:
+        return self.pod, self.incarnation, self.token, self.era
 
     def is_of_another(self, model: PodModel | None) -> bool:
         """Whether another engine is known to be there now, or another life of the same one."""
         return model is not None and (model.token, model.era) != (self.token, self.era)
-
-
-@dataclass(slots=True)
-class Ahead:
-    """A pod computes a stream that another pod still has, at most until `until_ms`. `tokens`: of
-    the stream as it was then; `times`: how often it has done so."""
-
-    pod: Pod
-    until_ms: float
-    tokens: int
-    times: int
 
 
 class Fleet(Gateway):
@@ -133,7 +129,6 @@ class Fleet(Gateway):
         self.moves: Counter[str] = Counter()  # of streams to another pod, by cause (`MOVES`)
         self.choices: Counter[Choice] = Counter()  # of a pod for a request
         self._sent: dict[int, Sent] = {}  # by request
-        self._ahead: dict[int, Ahead] = {}  # by request
 
     def _happened(self, event: GatewayEvent, now_ms: float) -> None:
         match event:
@@ -302,8 +297,7 @@ class Fleet(Gateway):
         request, sent = attempt.owner, self._sent[attempt.request]
         if cause in ENDS and sent.pod.leaving_since_ms is not None:
             cause, leaves = BreakCause.HANDED_OVER, PodState.LEAVING
-        sent.broke_ms, sent.leaves = now_ms, leaves
-        self._ahead.pop(request.number, None)
+        sent.broke_ms, sent.leaves, sent.ahead = now_ms, leaves, None
         sent.breaks += cause not in NO_BREAKS
         super().broke(attempt, cause, now_ms)
         if cause is not BreakCause.MOVED:
@@ -319,8 +313,9 @@ class Fleet(Gateway):
         for engine in unsure:
             if engine == sent.engine:  # charged as the one that has just broken off
                 continue
-            pod, model = engine.pod, engine.pod.model(request.model)
-            now = model and EngineLife(pod, pod.incarnation, model.token, model.era)
+            pod = engine[0]
+            model = pod.model(request.model)
+            now = model and (pod, pod.incarnation, model.token, model.era)
             lives = engine == now and self.state(pod) not in (PodState.SILENT, PodState.GONE)
             if not lives and request.number in self.queue.waiting:
                 was_inside = request.is_inside
@@ -357,7 +352,6 @@ class Fleet(Gateway):
 
     def _forget(self, request: ClientRequest, *how: Any, **more: Any) -> None:
         self._sent.pop(request.number, None)
-        self._ahead.pop(request.number, None)
         super()._forget(request, *how, **more)
 
     # ------------------------------------------------------------------ what pods say
@@ -469,14 +463,15 @@ class Fleet(Gateway):
         """Move what another pod can take, and nothing else."""
         replays = (each for each in self.attempts.values() if each.owner.state in REPLAYS)
         moving = Counter(each.engine for each in replays)
-        moving.update(each.pod.address for each in self._ahead.values())
+        ahead = (each.ahead for each in self._sent.values() if each.ahead is not None)
+        moving.update(each.pod.address for each in ahead)
         most = MOVES_MAX if state is PodState.LEAVING else self.rules.resumes_max
         homeless = set()  # what no pod can take more of now
         for attempt in list(self.attempts.values()):
             request = attempt.owner
             if attempt.engine != pod.address or not self._may_move(request, state):
                 continue
-            begun = self._ahead.get(request.number)
+            begun = self._sent[request.number].ahead
             if begun is not None and begun.until_ms > now_ms and state is PodState.LEAVING:
                 continue
             kind = request.model, request.continuation_id
@@ -508,19 +503,19 @@ class Fleet(Gateway):
             younger = [each for each in found if each.pod.born_ms > born_ms]
             found = [each for each in younger if each.room(name)] or found
         free = [each for each in found if moving[each.pod.address] < most]
-        ahead = self._ahead.get(request.number)  # it has its place there
+        ahead = self._sent[request.number].ahead  # it has its place there
         known = [each for each in found if ahead is not None and each.pod is ahead.pod]
         return choose(known, name, b"") or choose(free, name, key)
 
     def _computes_ahead(self, request: ClientRequest, pod: Pod) -> bool:
         """Whether this pod, which is its heir, first computes what it lacks of the stream."""
-        old, tokens = self._ahead.get(request.number), len(request.tokens)
+        sent, tokens = self._sent[request.number], len(request.tokens)
+        old = sent.ahead
         if old is None or old.pod is not pod:
             old = Ahead(pod, 0.0, 0, 0)
         if tokens - old.tokens < AHEAD_TOKENS or old.times >= AHEAD_TIMES:
             return False
-        new = Ahead(pod, self._now_ms + AHEAD_MS, tokens, old.times + 1)
-        self._ahead[request.number] = new
+        sent.ahead = Ahead(pod, self._now_ms + AHEAD_MS, tokens, old.times + 1)
         journal = Journal(request.tokens, request.chunks)
         where = pod.address, request.continuation_id
         self.outbox.append(ev.Prefill(request.number, *where, journal))
@@ -528,10 +523,11 @@ class Fleet(Gateway):
 
     def _prefilled(self, event: ev.Prefilled, now_ms: float) -> None:
         """It moves now. What broke off may have been an engine that died of it."""
-        ahead, request = self._ahead.get(event.request), self.requests.get(event.request)
-        if ahead is None or request is None:
+        request = self.requests.get(event.request)
+        sent = self._sent.get(event.request)
+        if request is None or sent is None or sent.ahead is None:
             return
-        ahead.until_ms = now_ms
+        sent.ahead.until_ms = now_ms
         if event.is_broken:
             request.died(now_ms)
         pod = self.pods.get(request.attempt.engine) if request.attempt is not None else None

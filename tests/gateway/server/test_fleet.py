@@ -33,7 +33,7 @@ from gateway.core.events import (
     SendRequest,
     Tick,
 )
-from gateway.core.fleet import Ahead, Fleet
+from gateway.core.fleet import Ahead, Fleet, Sent
 from gateway.core.pods import Pod
 from gateway.messages import CONTROL, StatusMsg
 from gateway.schema import FrontStatus
@@ -450,7 +450,7 @@ def test_engine_that_may_have_died_of_a_journal_is_charged(is_broken):
     fleet = Fleet(GatewayRules())
     fleet.handle(RequestCame(1, CHAT, 9, is_inference=True, is_stream=True), 0.0)
     request, pod = fleet.requests[1], Pod("127.0.0.1:1", 0.0)
-    fleet._ahead[1] = Ahead(pod, until_ms=99.0, tokens=64, times=1)
+    fleet._sent[1] = Sent(pod, 1, 1, "", ahead=Ahead(pod, until_ms=99.0, tokens=64, times=1))
     fleet.handle(Prefilled(1, is_broken=is_broken), 1.0)
     assert request.deaths == is_broken
 
