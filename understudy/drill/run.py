@@ -61,9 +61,11 @@ from understudy.drill.targets import (
 )
 from understudy.pod.runner import PodRunner
 from understudy.status.gather import (
+    PodPart,
     engine_parts,
     gather,
     part_of,
+    said_by,
     status_of,
 )
 
@@ -482,10 +484,8 @@ class Drill:
     async def _engine(self, engine: str) -> tuple[int, dict[str, Any]]:
         """The pid of its supervisor and its status; 0 if it does not answer."""
         path = engine_socket(str(self.directory), engine)
-        with contextlib.suppress(UnderstudyError):
-            found = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
-            return found.pid, (getattr(found.message, "document", {}).get("engine") or {})
-        return 0, {}
+        pid, document = await said_by(PodPart(engine, path, engine_messages.CONTROL))
+        return pid, document.get("engine") or {}
 
 
 def _model_in(document: Mapping[str, Any], model: str) -> Mapping[str, Any]:

@@ -141,27 +141,26 @@ def pod_parts(directory: Path) -> list[PodPart]:
     return [*found, *memory_parts(directory), *engine_parts(directory)]
 
 
-async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-    """The part's status document, or `{"name", "error"}` with the reason for its absence."""
+async def said_by(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> tuple[int, dict[str, Any]]:
+    """The pid of the part as this process sees it, 0 if it does not; and its status document, or
+    `{"name", "error"}` with the reason for its absence. A part knows its pid in its own PID
+    namespace only."""
     try:
-        answer = (await ask(part.path, part.catalogue, StatusMsg(), timeout_s)).message
+        answered = await ask(part.path, part.catalogue, StatusMsg(), timeout_s)
     except UnderstudyError as error:
-        return {"name": part.name, "error": error.message}
-    assert isinstance(answer, StatusReplyMsg)
-    return answer.document
+        return 0, {"name": part.name, "error": error.message}
+    assert isinstance(answered.message, StatusReplyMsg)
+    return answered.pid, answered.message.document
+
+
+async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
+    return (await said_by(part, timeout_s))[1]
 
 
 async def pids_of(parts: Sequence[PodPart]) -> dict[str, int]:
-    """The pids of those parts that answer, by name, as this process sees them: a part knows only
-    its pid in its own PID namespace. Processes that are not visible here are left out."""
-
-    async def pid_of(part: PodPart) -> int:
-        with contextlib.suppress(UnderstudyError):
-            return (await ask(part.path, part.catalogue, StatusMsg())).pid
-        return 0
-
-    found = await asyncio.gather(*map(pid_of, parts))
-    return {part.name: pid for part, pid in zip(parts, found, strict=True) if pid}
+    """The pids of those parts that answer and are visible here, by name."""
+    found = await asyncio.gather(*map(said_by, parts))
+    return {part.name: pid for part, (pid, _) in zip(parts, found, strict=True) if pid}
 
 
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
