@@ -71,6 +71,7 @@ class Hello(msgspec.Struct, frozen=True):
     the chat template, parsers, sampling defaults, adapters and the engine's minor version.
     `continuation` is the best class of its streams, and `problem` says why that is `none`.
     `version`: of the hop, 1 of engines that do not say. `backend_version`: vLLM's, for `/version`.
+    `slots`: requests that it runs at once; 0: it does not say.
     """
 
     engine: Annotated[str, Meta(max_length=64)]
@@ -82,6 +83,7 @@ class Hello(msgspec.Struct, frozen=True):
     problem: str | None = None
     version: int = 1
     backend_version: Annotated[str, Meta(max_length=128)] = ""
+    slots: Annotated[int, Meta(ge=0)] = 0
 
     def as_understood(self) -> Hello:
         """What it means to a gateway of this release."""
@@ -117,6 +119,7 @@ class PodModel(msgspec.Struct, frozen=True):
     in_flight: Count = 0
     waiting: Count = 0
     room: Count = 0  # requests that it takes beside these
+    slots: Count = 0  # of its engine, as in `Hello`
 
 
 class PodReport(msgspec.Struct, frozen=True):

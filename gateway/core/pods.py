@@ -160,12 +160,17 @@ class Place(NamedTuple):
     def room(self, name: str) -> int:
         return self.model.room - self.pod.sent[name]
 
+    def runs(self, name: str) -> bool:
+        """Whether its engine runs one more at once; beyond that they wait in it."""
+        return not self.model.slots or self.load(name) < self.model.slots
+
 
 def choose(places: Sequence[Place], name: str, key: bytes) -> Place | None:
     """The one of `places` that gets a request for the model `name`."""
     for tier in (*TIERS, ""):
         same = [each for each in places if _tier(each.model) == tier]
         free = [each for each in same if each.room(name) > 0]
+        free = [each for each in free if each.runs(name)] or free
         if free:
             return _by_key(free, name, key) if key else _by_load(free, name)
     return None  # all are full: it waits here, where it can be sent anywhere

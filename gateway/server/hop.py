@@ -257,4 +257,5 @@ class HopDoor:
             in_flight=len(lane.attempts),
             waiting=waiting,
             room=max(0, room),
+            slots=hello.slots if hello is not None else 0,
         )

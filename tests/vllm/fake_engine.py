@@ -47,7 +47,10 @@ class FakeEngine:
         self.model_config = SimpleNamespace(
             get_vocab_size=lambda: 100, max_model_len=4, logprobs_mode="raw_logprobs"
         )
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=2),
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+        )
         self.engine_core: Any = self
 
     def note(self, *call: Any) -> None:

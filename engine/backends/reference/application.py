@@ -196,6 +196,7 @@ class ServedModel:
             models=(self.names[0],),
             version=hop.VERSION,
             backend_version=__version__,
+            slots=self.model.slots,
         )
         return web.json_response(body=msgspec.json.encode(hello))
 

@@ -38,7 +38,7 @@ class ModelLoop:
         page: ProgressPage | None = None,
     ) -> None:
         """`slots`: requests that are generated at once. `on_failed` gets why the model failed."""
-        self._rank, self._slots, self._on_failed = rank, slots, on_failed
+        self._rank, self.slots, self._on_failed = rank, slots, on_failed
         self._page = page or ProgressPage()
         self._numbers = itertools.count(1)
         self._unfinished: dict[int, asyncio.Queue[NewToken]] = {}  # where the tokens of each go
@@ -57,7 +57,7 @@ class ModelLoop:
         Raises:
             UnderstudyError: `engine.queue_full`.
         """
-        if self.in_flight >= self._slots + QUEUE_MAX:
+        if self.in_flight >= self.slots + QUEUE_MAX:
             text = f"this engine is full: {self.in_flight} requests are in progress"
             raise UnderstudyError("engine.queue_full", f"{text}; try again shortly")
         number, tokens = next(self._numbers), asyncio.Queue[NewToken]()

@@ -34,7 +34,7 @@ from gateway.core.events import (
     Tick,
 )
 from gateway.core.fleet import Ahead, Fleet, Sent
-from gateway.core.pods import Pod
+from gateway.core.pods import Place, Pod, choose
 from gateway.messages import CONTROL, StatusMsg
 from gateway.schema import FrontStatus
 from gateway.server import hop as hop_module
@@ -591,6 +591,30 @@ async def test_front_without_certificates_says_why_it_hears_nothing(bench, certi
         lambda: "--fleet-tls" in bench.server.links.problems.get("192.0.2.1:8443", ""),
         "plain text to be refused",
     )
+
+
+def test_request_goes_where_it_runs_at_once_before_where_it_waits():
+    """Method: any key, and none; the pod whose slots are taken has room, and the lesser load."""
+
+    def place(number: int, slots: int, load: int) -> Place:
+        model = PodModel("e", tier="awake", in_flight=load, room=200, slots=slots)
+        pod = Pod(f"127.0.0.1:{number}", 0.0)
+        pod.hear(PodReport(f"pod-{number}", number, {"m": model}, 1 << 20), 0.0)
+        return Place(pod, model)
+
+    full, free = place(1, 8, 8), place(2, 16, 10)
+    keys = [b"", *(bytes([each]) for each in range(20))]
+    assert {it.pod for key in keys if (it := choose([full, free], "m", key))} == {free.pod}
+    full.pod.sent["m"] = free.pod.sent["m"] = 20  # then as if they said nothing
+    found = {it.pod for key in keys if (it := choose([full, free], "m", key))}
+    assert found == {full.pod, free.pod}
+
+
+@in_fleet
+async def test_pod_reports_how_many_requests_its_engine_runs_at_once(bench):
+    [pod] = await bench.start(says={"slots": 8})
+    known = bench.fleet.pods[pod.address]
+    assert known.any_model.slots == 8
 
 
 def test_stream_of_a_model_that_slept_has_the_id_of_the_engine_that_answered(tmp_path):

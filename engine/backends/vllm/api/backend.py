@@ -343,6 +343,7 @@ class VllmBackend:
             problem=self._features.why_not[RESUME] or None,
             version=hop.VERSION,
             backend_version=vllm_version(),
+            slots=self._engine.vllm_config.scheduler_config.max_num_seqs,
         )
 
     async def watch(self, on_dead: Callable[[UnderstudyError], None]) -> None:
