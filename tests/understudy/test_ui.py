@@ -124,18 +124,31 @@ async def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tm
         ):
             assert "Access-Control-Allow-Origin" not in answer.headers
 
-            async def until_said(wanted: Callable[[dict[str, Any]], Any]) -> None:
+            async def until_said(*wanted: Callable[[dict[str, Any]], Any]) -> None:
+                """Each of them, in any order."""
+                left = list(wanted)
                 async for line in answer.content:
-                    if line.startswith(b"data: ") and wanted(json.loads(line[6:])):
+                    said = json.loads(line[6:]) if line.startswith(b"data: ") else {}
+                    left = [each for each in left if not each(said)]
+                    if not left:
                         return
                 raise AssertionError("the stream has ended")
 
-            await until_said(lambda said: said.get("event", {}).get("type") == "lockserver.started")
-            await until_said(lambda said: said["part"] == "lockserver" and said.get("status"))
+            await until_said(
+                lambda said: said.get("event", {}).get("type") == "lockserver.started",
+                lambda said: said.get("part") == "lockserver" and said.get("status"),
+                lambda said: said.get("view") == {"state": "down", "problems": []},
+            )
             server.kill()
-            await until_said(lambda said: said.get("error"))
+            problems = [lambda said: said.get("error"), lambda said: _view(said).get("problems")]
+            await until_said(*problems)
             server.start()
             await until_said(lambda said: said.get("status"))
+
+
+def _view(said: dict[str, Any]) -> dict[str, Any]:
+    """As `understudy status` says it."""
+    return dict(said.get("view") or {})
 
 
 @pytest.mark.slow

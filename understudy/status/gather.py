@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,10 +165,23 @@ async def pids_of(parts: Sequence[PodPart]) -> dict[str, int]:
 
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
-    gms, engines = memory_parts(directory), engine_parts(directory)
-    parts = (*(part_of(directory, name) for name in SINGLE), *gms, *engines)
+    parts = (*(part_of(directory, name) for name in SINGLE), *memory_parts(directory))
+    parts += tuple(engine_parts(directory))
     answers = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
-    lock, gateway, pool, *others = answers
+    return view_of(directory, dict(zip(parts, answers, strict=True)))
+
+
+def view_of(directory: Path, said: Mapping[PodPart, dict[str, Any]]) -> dict[str, Any]:
+    """The view of what parts have said, each as `status_of` gives it."""
+    named = {part.name: document for part, document in said.items()}
+    lock, gateway, pool = (
+        named.get(name) or {"name": name, "error": "it has no socket"} for name in SINGLE
+    )
+    engines = [
+        document
+        for part, document in said.items()
+        if not part.is_memory and part.name not in SINGLE
+    ]
     # With a lock over TCP there is no gateway, and without a pool file no pool. Whether there is
     # to be one says the lock server, or a socket that is there.
     has_gateway = lock.get("service") or os.path.exists(gateway_socket(str(directory)))
@@ -176,8 +189,8 @@ async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str,
     return pod_view(
         str(directory),
         lock,
-        others[: len(gms)],
-        [*others[len(gms) :], *ended_engines(directory)],
+        [document for part, document in said.items() if part.is_memory],
+        [*engines, *ended_engines(directory)],
         gateway if has_gateway else None,
         pool if has_pool else None,
     )

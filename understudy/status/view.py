@@ -472,6 +472,8 @@ def memory_faults(device: Document, engines: Engines) -> list[str]:
             f"the weights of {name} are out of service but still mapped by {_readers(device)};"
             f" {loader} a second copy"
         )
+    elif device.get("problem"):
+        faults.append(f"memory of {name}: {device['problem']}")
     return faults
 
 

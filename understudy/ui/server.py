@@ -28,7 +28,8 @@ from plumbing.service.log import is_our_fault
 from plumbing.service.signals import until_ended
 from plumbing.text import to_json
 from plumbing.wire.messages import Message
-from understudy.status.gather import SINGLE, PodPart, pod_parts, status_of
+from understudy.status.gather import SINGLE, PodPart, pod_parts, status_of, view_of
+from understudy.status.view import front_view
 
 PAGE = Path(__file__).parent / "page.html"
 PARTS_MAX = 64
@@ -69,13 +70,15 @@ class Hub:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._said: dict[str, dict[str, Any]] = {}  # what was learned last, by a part's socket
+        self._said: dict[PodPart, dict[str, Any]] = {}  # each part's last status, or its error
+        self._followed: dict[str, asyncio.Task[None]] = {}  # by a part's socket
+        self._view: dict[str, Any] = {}
         self._events: dict[tuple[str, int, str], dict[str, Any]] = {}  # oldest first
         self._readers: set[asyncio.Queue[str]] = set()
 
     async def run(self) -> None:
         """Follow every part that has or had a socket, until cancelled."""
-        followed: dict[str, asyncio.Task[None]] = {}
+        followed = self._followed
         try:
             while True:
                 for part in pod_parts(self._directory):
@@ -97,22 +100,28 @@ class Hub:
             is_due.set()
 
         watch = PeerWatch(part.path, part.catalogue, WatchMsg(0), received, is_due.set)
-        several = "gms" if part.is_memory else "engine"
-        about = {"part": part.name, "kind": part.name if part.name in SINGLE else several}
         try:
             while True:
                 is_due.clear()
-                status = await status_of(part, ANSWER_S)
-                error = status.get("error")
-                said = {**about, "status": None if error else status, "error": error}
-                self._said[part.path] = said
-                self.tell(said)
-                await asyncio.sleep(SETTLE_S if error is None else POLL_S / 4)
+                self._said[part] = status = await status_of(part, ANSWER_S)
+                self.tell(_about(part, status))
+                self._look()
+                await asyncio.sleep(POLL_S / 4 if "error" in status else SETTLE_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
                         await is_due.wait()
         finally:
             await watch.close()
+
+    def _look(self) -> None:
+        """Tell how the whole is, as `understudy status` says it, once every part was asked."""
+        view = view_of(self._directory, self._said)
+        if (front := view["gateway"] or {}) and "pods" in front:
+            view = front_view(view["dir"], front)
+        said = {"view": {key: view[key] for key in ("state", "problems")}}
+        if said != self._view and len(self._said) == len(self._followed):
+            self._view = said
+            self.tell(said)
 
     def happened(self, part: str, record: dict[str, Any]) -> None:
         """Keep and tell an event, unless it is known: a part says all of them to each watch."""
@@ -142,7 +151,8 @@ class Hub:
         queue: asyncio.Queue[str] = asyncio.Queue(QUEUE_MAX)
         self._readers.add(queue)
         try:
-            for said in (*self._said.values(), *self._events.values()):
+            known = [_about(*each) for each in self._said.items()]
+            for said in (*known, *self._events.values(), *([self._view] if self._view else ())):
                 yield to_json(said)
             while queue in self._readers:
                 try:
@@ -152,6 +162,13 @@ class Hub:
                     yield ""
         finally:
             self._readers.discard(queue)
+
+
+def _about(part: PodPart, status: dict[str, Any]) -> dict[str, Any]:
+    several = "gms" if part.is_memory else "engine"
+    kind, error = part.name if part.name in SINGLE else several, status.get("error")
+    found = None if error else status
+    return {"part": part.name, "kind": kind, "status": found, "error": error}
 
 
 def application(hub: Hub, allowed_hosts: Iterable[str] = ()) -> web.Application:
