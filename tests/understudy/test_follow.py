@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.pod.messages import EventMsg, StatusReplyMsg
+from plumbing.service.clock import SystemClock
 from tests.fake_clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import auntil
@@ -27,7 +28,7 @@ async def test_events_of_a_memory_server_are_followed_across_its_deaths(director
     note = heard.append
 
     async def hear() -> None:
-        async with aclosing(follow_events(directory)) as records:
+        async with aclosing(follow_events(directory, SystemClock().now_ms())) as records:
             async for record in records:
                 note(record)
 

@@ -25,6 +25,7 @@ from plumbing.pod.cli import (
 )
 from plumbing.pod.messages import Tier
 from plumbing.pod.paths import DIR, engine_sockets, lockserver_socket
+from plumbing.service.clock import SystemClock
 from plumbing.service.config import Option, Resolved
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
@@ -35,6 +36,7 @@ from understudy.status.gather import (
     follow_events,
     gather,
     past_events,
+    pod_parts,
     states_on_file,
     unreachable,
 )
@@ -117,7 +119,10 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 
 
 async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
-    async with contextlib.aclosing(follow_events(directory)) as following:
+    if not pod_parts(directory):
+        raise unreachable(directory)
+    now_ms = SystemClock().now_ms()
+    async with contextlib.aclosing(follow_events(directory, now_ms)) as following:
         async for record in following:
             show(record)
 

@@ -98,9 +98,11 @@ class PodPart:
     catalogue: Catalogue
 
     @property
-    def is_memory(self) -> bool:
-        """Whether it is a device's memory server."""
-        return self.catalogue is gms_messages.CATALOGUE
+    def kind(self) -> str:
+        """Its name, or `gms` of a device's memory server, or `engine`."""
+        if self.name in SINGLE:
+            return self.name
+        return "gms" if self.catalogue is gms_messages.CATALOGUE else "engine"
 
 
 # Parts of which there is one at most: with a lock over TCP there is no gateway, and only the pod of
@@ -166,22 +168,21 @@ async def pids_of(parts: Sequence[PodPart]) -> dict[str, int]:
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
     parts = (*(part_of(directory, name) for name in SINGLE), *memory_parts(directory))
-    parts += tuple(engine_parts(directory))
+    return view_of(directory, await said_of((*parts, *engine_parts(directory)), timeout_s))
+
+
+async def said_of(parts: Sequence[PodPart], timeout_s: float) -> dict[PodPart, dict[str, Any]]:
+    """Each part's answer, as of `status_of`."""
     answers = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
-    return view_of(directory, dict(zip(parts, answers, strict=True)))
+    return dict(zip(parts, answers, strict=True))
 
 
 def view_of(directory: Path, said: Mapping[PodPart, dict[str, Any]]) -> dict[str, Any]:
-    """The view of what parts have said, each as `status_of` gives it."""
+    """The view of what all parts have said."""
     named = {part.name: document for part, document in said.items()}
     lock, gateway, pool = (
         named.get(name) or {"name": name, "error": "it has no socket"} for name in SINGLE
     )
-    engines = [
-        document
-        for part, document in said.items()
-        if not part.is_memory and part.name not in SINGLE
-    ]
     # With a lock over TCP there is no gateway, and without a pool file no pool. Whether there is
     # to be one says the lock server, or a socket that is there.
     has_gateway = lock.get("service") or os.path.exists(gateway_socket(str(directory)))
@@ -189,8 +190,11 @@ def view_of(directory: Path, said: Mapping[PodPart, dict[str, Any]]) -> dict[str
     return pod_view(
         str(directory),
         lock,
-        [document for part, document in said.items() if part.is_memory],
-        [*engines, *ended_engines(directory)],
+        [document for part, document in said.items() if part.kind == "gms"],
+        [
+            *(document for part, document in said.items() if part.kind == "engine"),
+            *ended_engines(directory),
+        ],
         gateway if has_gateway else None,
         pool if has_pool else None,
     )
@@ -268,26 +272,19 @@ def past_events(directory: Path) -> list[Record]:
     return sorted(records, key=lambda record: float(record["mono_ms"]))
 
 
-async def follow_events(directory: Path) -> AsyncGenerator[Record]:
-    """Every event of every part from now on.
-
-    Raises:
-        UnreachableError: `pod.unreachable`, there is no pod in `directory`.
-    """
+async def follow_events(directory: Path, since_ms: float) -> AsyncGenerator[Record]:
+    """Every event of every part that was made after `since_ms`, for ever."""
     loop, clock, heard = asyncio.get_running_loop(), SystemClock(), asyncio.Queue[Record]()
     watches: dict[str, PeerWatch] = {}
-    since_ms = clock.now_ms()
     try:
         while True:
             for part in pod_parts(directory):
                 if part.path not in watches:
-                    name = f"gms-{part.name}" if part.is_memory else part.name
+                    name = f"gms-{part.name}" if part.kind == "gms" else part.name
                     followed = FollowedPart(name, heard.put_nowait, clock, since_ms)
                     watches[part.path] = PeerWatch(
                         part.path, part.catalogue, WatchMsg(0), followed.received, followed.lost
                     )
-            if not watches:
-                raise unreachable(directory)
             rescan_s = loop.time() + RESCAN_S
             with contextlib.suppress(TimeoutError):
                 while True:

@@ -1,9 +1,9 @@
 """`understudy ui`: one page for all parts of a pod, and the one stream of events that it reads.
 
-Each part is watched over its Unix socket. The stream has what was learned last of each part, the
-kept events, and then everything new; a page that reconnects is told all of it again. The page only
-reads, runs only the script that it contains, and connects only to where it came from. Requests must
-name a host that no attacker can own (`plumbing.service.hosts`).
+All parts are asked over their Unix sockets, every other second and after each event. The stream has
+their last answers, the kept events, and then everything new; a page that reconnects is told all of
+it again. The page only reads, runs only the script that it contains, and connects only to where it
+came from. Requests must name a host that no attacker can own (`plumbing.service.hosts`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from plumbing.pod.messages import EventMsg, WatchMsg
-from plumbing.pod.observers import PeerWatch
 from plumbing.service import notify
 from plumbing.service.hosts import KnownHosts, bind
 from plumbing.service.log import is_our_fault
 from plumbing.service.signals import until_ended
 from plumbing.text import to_json
-from plumbing.wire.messages import Message
-from understudy.status.gather import SINGLE, PodPart, pod_parts, status_of, view_of
+from understudy.status.gather import PodPart, follow_events, pod_parts, said_of, view_of
 from understudy.status.view import front_view
 
 PAGE = Path(__file__).parent / "page.html"
@@ -36,7 +34,6 @@ PARTS_MAX = 64
 EVENTS_MAX = 2000  # of all parts, some 300 bytes each, and told to each new page
 QUEUE_MAX = 4000  # lines that wait for one page; one that reads more slowly begins anew
 READERS_MAX = 32
-RESCAN_S = 1.0
 POLL_S = 2.0
 SETTLE_S = 0.03  # after an event, so that a burst of them costs one question
 ANSWER_S = 3.0
@@ -70,68 +67,47 @@ class Hub:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._said: dict[PodPart, dict[str, Any]] = {}  # each part's last status, or its error
-        self._followed: dict[str, asyncio.Task[None]] = {}  # by a part's socket
-        self._view: dict[str, Any] = {}
-        self._events: dict[tuple[str, int, str], dict[str, Any]] = {}  # oldest first
+        self._parts: dict[str, PodPart] = {}  # that have or had a socket, by that
+        self._state: dict[str, Any] = {}  # as told last
+        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
+        self._is_due = asyncio.Event()
         self._readers: set[asyncio.Queue[str]] = set()
 
     async def run(self) -> None:
-        """Follow every part that has or had a socket, until cancelled."""
-        followed = self._followed
-        try:
+        """Ask all parts again and again, and hear their events, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._hear())
             while True:
-                for part in pod_parts(self._directory):
-                    if part.path not in followed and len(followed) < PARTS_MAX:
-                        followed[part.path] = asyncio.create_task(self._follow(part))
-                await asyncio.sleep(RESCAN_S)
-        finally:
-            for task in followed.values():
-                task.cancel()
-            await asyncio.gather(*followed.values(), return_exceptions=True)
-
-    async def _follow(self, part: PodPart) -> None:
-        """Ask one part for its status again and again, and hear its events."""
-        is_due = asyncio.Event()
-
-        def received(message: Message) -> None:
-            if isinstance(message, EventMsg):
-                self.happened(part.name, message.record)
-            is_due.set()
-
-        watch = PeerWatch(part.path, part.catalogue, WatchMsg(0), received, is_due.set)
-        try:
-            while True:
-                is_due.clear()
-                self._said[part] = status = await status_of(part, ANSWER_S)
-                self.tell(_about(part, status))
-                self._look()
-                await asyncio.sleep(POLL_S / 4 if "error" in status else SETTLE_S)
+                self._is_due.clear()
+                self._parts |= {part.path: part for part in pod_parts(self._directory)}
+                await self._look([*self._parts.values()][:PARTS_MAX])
+                await asyncio.sleep(SETTLE_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
-                        await is_due.wait()
-        finally:
-            await watch.close()
+                        await self._is_due.wait()
 
-    def _look(self) -> None:
-        """Tell how the whole is, as `understudy status` says it, once every part was asked."""
-        view = view_of(self._directory, self._said)
+    async def _look(self, parts: Sequence[PodPart]) -> None:
+        """Tell what each part says of itself, and of the whole what `understudy status` says."""
+        said = await said_of(parts, ANSWER_S)
+        view = view_of(self._directory, said)
         if (front := view["gateway"] or {}) and "pods" in front:
             view = front_view(view["dir"], front)
-        said = {"view": {key: view[key] for key in ("state", "problems")}}
-        if said != self._view and len(self._said) == len(self._followed):
-            self._view = said
-            self.tell(said)
+        about = [
+            {"part": part.name, "kind": part.kind, "error": status.get("error"), "status": status}
+            for part, status in said.items()
+        ]
+        if about:
+            self._state = {"state": view["state"], "problems": view["problems"], "parts": about}
+            self.tell(self._state)
 
-    def happened(self, part: str, record: dict[str, Any]) -> None:
-        """Keep and tell an event, unless it is known: a part says all of them to each watch."""
-        key = (part, record["id"], record["ts"])
-        if key in self._events:
-            return
-        self._events[key] = said = {"part": part, "event": record}
-        if len(self._events) > EVENTS_MAX:
-            del self._events[next(iter(self._events))]
-        self.tell(said)
+    async def _hear(self) -> None:
+        """Every event that the parts keep, and new ones; also that a part is gone, or back."""
+        async with contextlib.aclosing(follow_events(self._directory, 0.0)) as records:
+            async for record in records:
+                said = {"event": record}
+                self._events.append(said)
+                self.tell(said)
+                self._is_due.set()
 
     def tell(self, said: dict[str, Any]) -> None:
         line = to_json(said)
@@ -151,8 +127,7 @@ class Hub:
         queue: asyncio.Queue[str] = asyncio.Queue(QUEUE_MAX)
         self._readers.add(queue)
         try:
-            known = [_about(*each) for each in self._said.items()]
-            for said in (*known, *self._events.values(), *([self._view] if self._view else ())):
+            for said in (*([self._state] if self._state else ()), *self._events):
                 yield to_json(said)
             while queue in self._readers:
                 try:
@@ -162,13 +137,6 @@ class Hub:
                     yield ""
         finally:
             self._readers.discard(queue)
-
-
-def _about(part: PodPart, status: dict[str, Any]) -> dict[str, Any]:
-    several = "gms" if part.is_memory else "engine"
-    kind, error = part.name if part.name in SINGLE else several, status.get("error")
-    found = None if error else status
-    return {"part": part.name, "kind": kind, "status": found, "error": error}
 
 
 def application(hub: Hub, allowed_hosts: Iterable[str] = ()) -> web.Application:
