@@ -416,7 +416,8 @@ class Drill:
         pid, about = await self._engine(str(kill.engine))
         if not pid or (process_of(kill.target) == SUPERVISOR and pid == supervisor):
             return "its supervisor did not restart"
-        model = _model_in(await self._pool(), kill.model)
+        models = (await self._pool()).get("models") or ()
+        model: Mapping[str, Any] = next((it for it in models if it["model"] == kill.model), {})
         engines = model.get("engines") or ()
         said: Mapping[str, Any] = next((e for e in engines if e["engine"] == kill.engine), {})
         if said.get("state") is None:
@@ -486,12 +487,6 @@ class Drill:
         path = engine_socket(str(self.directory), engine)
         pid, document = await said_by(PodPart(engine, path, engine_messages.CONTROL))
         return pid, document.get("engine") or {}
-
-
-def _model_in(document: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-    """A model in the pool's document."""
-    models = document.get("models") or ()
-    return next((each for each in models if each["model"] == model), {})
 
 
 async def _rest(burst: int, together: asyncio.Barrier, stopping: asyncio.Event, sent: int) -> None:

@@ -49,19 +49,14 @@ from understudy.status.view import is_reachable, pod_view
 DRAINED = "drained"  # the reason in the state file of an engine that was asked to end
 
 
-def start_hint(directory: Path) -> str:
-    """What to do when no part of a pod answers in `directory`."""
-    if holder := guard_holder(up_guard(str(directory))):
-        return f"`understudy up` ({holder}) is starting or stopping one there: see its output"
-    return "start one with `understudy up`"
-
-
 def unreachable(directory: Path, reason: str = "") -> UnreachableError:
     """The error where no part of a pod answers in `directory`."""
-    why = f" ({reason})" if reason else ""
+    why, hint = f" ({reason})" if reason else "", "start one with `understudy up`"
+    if holder := guard_holder(up_guard(str(directory))):
+        hint = f"`understudy up` ({holder}) is starting or stopping one there: see its output"
     return UnreachableError(
         "pod.unreachable",
-        f"no part of a pod answers in {directory}{why}; {start_hint(directory)}",
+        f"no part of a pod answers in {directory}{why}; {hint}",
         dir=str(directory),
     )
 
