@@ -191,8 +191,6 @@ class KvMachine(Machine[Pool]):
             return  # one that was discarded before is on its way
         self._retire(pool, f"{by} rests")
         self.given_up_total += 1
-        text = f"KV pool {pool.id} is given up: {pool.discarded}"
-        self.record("gms.kv_given_up", text, pool=pool.id, engine=by.engine, token=by.token)
 
     def on_drop(self, event: ev.Received, _: msg.DropMsg) -> None:
         """Whether a process without a session maps it, the shell has asked the kernel."""
@@ -368,7 +366,9 @@ class KvMachine(Machine[Pool]):
             pool.is_free = pool.phase is RegionPhase.SERVED and not self.is_held(pool)
 
     def _ended(self, pool: Pool) -> None:
-        """Tell those who gave `pool` up that its memory is free."""
+        """Tell those who gave `pool` up that its memory is free, and all who watch."""
+        text = f"The memory of KV pool {pool.id} is free: {pool.discarded}"
+        self.record("gms.kv_freed", text, pool=pool.id)
         for session in self.leaving:
             if session.region == pool.id:
                 session.move("free", self.now_ms)

@@ -11,8 +11,9 @@ of raising.
 
 An entry enters before anybody is told to take memory. It leaves on three proofs, in this order:
 
-1. every engine of the model obeys the lower goal, by its own word. A death is no proof of that: a
-   supervisor that has not seen the goal launches again with the old one;
+1. every engine of the model obeys the lower goal, by its own word, and has come to rest or gives
+   its KV memory back. A death is no proof of that: a supervisor that has not seen the goal launches
+   again with the old one;
 2. a question is asked after that. What was said before may be older than what was taken since;
 3. the answer says that nothing is held: the kernel's for the base of an engine (`AskWitness`), the
    memory service's for the rest (`AskMemory`).
@@ -242,7 +243,8 @@ class PoolLedger:
         sizes = model.sizes or self._whole(model)
         for engine in model.living():
             held = {EntryKind.BASE: (engine.name, sizes.base)}
-            if engine.said is not None and engine.said.state not in WITHOUT_KV:
+            has_kv = engine.said is not None and engine.said.state not in WITHOUT_KV
+            if has_kv and not engine.gives_kv_back:  # what it still has is known from its service
                 held[EntryKind.KV] = (model.name, sizes.kv)
             for device in model.rules.devices:
                 for kind, (owner, size) in held.items():
@@ -304,7 +306,7 @@ class PoolLedger:
         """Whether none of its engines has it or is going to take it."""
         match key.kind:
             case EntryKind.KV:
-                return all(engine.is_without_kv for engine in model.engines)
+                return all(each.is_without_kv or each.gives_kv_back for each in model.engines)
             case EntryKind.WEIGHTS:
                 return all(engine.is_without_weights for engine in model.engines)
             case EntryKind.COPY:

@@ -123,6 +123,11 @@ class ModelEngine(KeptEngine, eq=False, kw_only=True):
         )
 
     @property
+    def gives_kv_back(self) -> bool:
+        """It has it still, or no more, and takes none under its goal: what is free stays free."""
+        return self.has_obeyed and self.said is not None and self.said.state == "releasing"
+
+    @property
     def is_without_weights(self) -> bool:
         if self.is_gone:
             return True

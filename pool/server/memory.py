@@ -212,8 +212,10 @@ class PlaceLink(KeptLink):
             case StatusReplyMsg():
                 self.problem = None
                 self._look_at(message.document, request_id)
+            case EventMsg() if self.awaited and self.held is not None:
+                self.look()  # its memory may be free now, and a model waits for that
             case EventMsg():
-                is_calm = self.held is not None and not (self.awaited or self.frees)
+                is_calm = self.held is not None and not self.frees
                 self.look_soon(CALM_LOOK_S if is_calm else LOOK_S)
             case weights.DroppedMsg():
                 self._dropping.clear()

@@ -38,6 +38,27 @@ def releasing(deaf=()):
     return pod
 
 
+@pytest.mark.parametrize(
+    ("state", "has_heard", "leaves"),
+    [
+        ("releasing", True, True),  # it gives it back, so what is free stays free
+        ("releasing", False, False),  # by an older goal: it may wake by one in between
+        ("waking", True, False),  # it takes it first, whatever it was told meanwhile
+        ("active", True, False),
+    ],
+)
+def test_kv_memory_leaves_before_its_engine_rests_if_that_gives_it_back(state, has_heard, leaves):
+    pod = releasing(deaf=["a0"])
+    engine = pod.supervisors["a0"]
+    if has_heard:
+        engine.seen = pod.pool.facts.engines["a0"].generation
+    engine.state = state
+    pod.handle(engine.said(tier=Tier.AWAKE))
+    number = pod.pool.facts.models["a"].asked or 0
+    pod.handle(ev.MemoryIs(GPU, {(EntryKind.WEIGHTS, "a"): 100 * MIB}, {"a": number}))
+    assert (KV not in booked(pod)) is leaves
+
+
 def test_memory_that_does_not_come_back_is_an_alarm_and_stays_booked():
     pod = releasing(deaf=["a0"])
     pod.handle(ev.Ordered("a", ev.Order.UNLOAD))

@@ -130,7 +130,8 @@ class Engine:
                 if self.goal is not Tier.AWAKE and not self.requests:
                     self.world.law.rests(self)
                     self.state = State.RELEASING
-                    self.take(self.span("release"), self.rested)
+                    half_ms = self.span("release") / 2
+                    self.take(half_ms, self.unmapped, half_ms)
                     self.say()
 
     def go_standby(self) -> None:
@@ -218,9 +219,13 @@ class Engine:
         self.say()
         self.go()
 
+    def unmapped(self, half_ms: float) -> None:
+        """Its memory may be free before it says that it rests."""
+        self.memory.unmap_kv(self.incarnation)
+        self.take(half_ms, self.rested)
+
     def rested(self) -> None:
         self.state = State.RESTING
-        self.memory.unmap_kv(self.incarnation)
         self.say()
         self.go()
 

@@ -236,7 +236,7 @@ def starts_are_not_counted(real: Any, pool: Facts, snapshot: Any) -> None:
     pool.start = snapshot.start
 
 
-@RULES.instead("parked streams are tickets", "P11:|P15:|P7:", Demand, "tickets", 32)
+@RULES.instead("parked streams are tickets", "P11:|P15:|P7:", Demand, "tickets", 36)
 def parked_streams_are_no_ticket(real: Any, *asked: Any) -> Any:
     return [ticket for ticket in real(*asked) if ticket.kind is not TicketKind.PARKED]
 
