@@ -48,6 +48,7 @@ class EngineSupervisor:
             metrics=engine.metrics.page,
             events=engine.log,
             allowed_hosts=settings.config["http_allowed_host"],
+            yield_ms=settings.config["yield_ms"],
         )
         status.sockets = self._control.server, self._http
 

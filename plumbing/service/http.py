@@ -71,10 +71,12 @@ class HttpServer:
         metrics: Metrics,
         events: EventLog,
         allowed_hosts: Iterable[str] = (),
+        yield_ms: int = 0,
     ) -> None:
+        """`yield_ms`: of this program, see `notify.ready`."""
         self.host, self.port = host, port
         self.connections_max = strangers_max(CONNECTIONS_MAX)
-        self._probes, self._status = dict(probes), status
+        self._probes, self._status, self._yield_ms = dict(probes), status, yield_ms
         self._metrics = metrics
         self._limit_hits = metrics.limit_hits.labels(limit="http_connections")
         self._events, self._hosts = events, KnownHosts(allowed_hosts)
@@ -99,7 +101,7 @@ class HttpServer:
         self.port = self._socks[0].getsockname()[1]
         for sock in self._socks:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
-        notify.ready()  # each of our programs has one server, the last that it starts
+        notify.ready(self._yield_ms)  # each of our programs has one server, the last that it starts
 
     async def stop(self) -> None:
         """Stop listening and close all connections; idempotent."""

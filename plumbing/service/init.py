@@ -10,7 +10,8 @@ SIGHUP replaces a replaceable program: init starts a second one, with the first 
 SUCCEEDS_ENV; the first ends by itself. Init restarts the newest that has sent READY=1.
 
 The watchdog follows systemd's protocol: the program sends READY=1, and from then on WATCHDOG=1, to
-NOTIFY_SOCKET.
+NOTIFY_SOCKET. With YIELD_MS beside READY=1 it leaves the machine for so long, if it dies, to
+whoever takes over: to start Python takes a third of a second of CPU.
 The surprising thing: silence is counted in ticks that init itself got on time. A pod that is frozen
 or starved of CPU delays init too, and then nothing counts.
 """
@@ -54,13 +55,17 @@ class Program:
     def __init__(self, pid: int = 0) -> None:
         self.pid = pid
         self.ready_s: float | None = None
+        self.yield_s = 0.0
         self._silent_ticks = 0
 
     def told(self, message: bytes, now_s: float) -> None:
         """It has sent `message` (sd_notify(3))."""
         self._silent_ticks = 0
-        if b"READY=1" in message.split(b"\n") and self.ready_s is None:
+        told = dict(line.partition(b"=")[::2] for line in message.split(b"\n"))
+        if told.get(b"READY") == b"1" and self.ready_s is None:
             self.ready_s = now_s
+            yield_ms = told.get(b"YIELD_MS", b"")[:9]
+            self.yield_s = min(int(yield_ms) / 1000 if yield_ms.isdigit() else 0.0, BACKOFF_S_MAX)
 
     def ticked(self, late_s: float, is_blocked: bool = False) -> bool:
         """A tick came `late_s` after it was due. True: the program hangs and must be killed."""
@@ -89,7 +94,7 @@ class Restarter:
         if ready_s is not None and (code < 0 or now_s - ready_s >= GOOD_START_S):
             self.failed_starts = 0
             self.restarts += 1
-            return 0.0
+            return program.yield_s
         self.failed_starts += 1
         if self.failed_starts >= FAILED_STARTS_MAX and code != SHORTAGE:
             self.exit_code = CRASH_LOOP

@@ -17,8 +17,9 @@ RESTARTS_ENV = "UNDERSTUDY_RESTARTS"
 BEAT_S = 0.5  # six of them in the 3 s after which an init calls a program hung
 
 
-def ready() -> None:
-    """The program serves: say so, and beat from this loop for as long as it runs.
+def ready(yield_ms: int = 0) -> None:
+    """The program serves: say so, and beat from this loop for as long as it runs. `yield_ms`: how
+    long an init waits before it restarts this program once it has died.
 
     The variable is removed from the environment: what this process starts must not speak for it.
     """
@@ -36,7 +37,7 @@ def ready() -> None:
             notify.sendto(message, address)
         loop.call_later(BEAT_S, beat, b"WATCHDOG=1")
 
-    beat(b"READY=1\nWATCHDOG=1")
+    beat(b"READY=1\nYIELD_MS=%d\nWATCHDOG=1" % yield_ms)
 
 
 def restarts() -> int:

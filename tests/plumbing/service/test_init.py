@@ -307,6 +307,18 @@ def test_only_failed_starts_back_off(code, now_s, ready_s, delays):
 
 
 @pytest.mark.parametrize(
+    ("told", "delay_s"),
+    [(b"1000", 1.0), (b"0", 0.0), (b"-1", 0.0), (b"soon", 0.0), (b"9" * 99, init.BACKOFF_S_MAX)],
+)
+def test_restart_leaves_the_machine_to_who_takes_over_for_as_long_as_the_program_said(
+    told, delay_s
+):
+    program = Program()
+    program.told(b"READY=1\nYIELD_MS=" + told, 0.0)
+    assert Restarter().ended(KILLED, program, SOON) == delay_s
+
+
+@pytest.mark.parametrize(
     ("code", "own", "is_asked"),
     [*((code, code, False) for code in (0, 2, 69, 126, 137)), (1, 1, True), (-15, 143, True)],
 )
