@@ -164,8 +164,6 @@ class ClientRequest:
     rewriter: Rewriter | None = None
 
     paused_since_ms: float | None = None  # until the first new token, or the end
-    pauses: int = 0
-    paused_ms: float = 0.0
 
     deaths: int = 0  # of engines that had it, without progress in between
     tokens_at_death: int = 0

@@ -279,8 +279,6 @@ class RequestEnded(GatewayEffect, frozen=True):
     request: int
     ending: Ending
     tokens: int  # delivered, each once
-    pauses: int
-    paused_ms: float
     attempt: int = 0
     why: Failure | None = None
     event: bytes = b""

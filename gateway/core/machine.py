@@ -595,7 +595,6 @@ class Gateway:
         tokens, pause_ms = request.delivered_tokens, now_ms - since_ms
         engine, token = attempt.engine, attempt.token
         self.outbox.append(ev.StreamResumed(request.number, engine, token, tokens, pause_ms))
-        request.paused_ms += pause_ms
         request.paused_since_ms = None
         request.steer()
 
@@ -645,7 +644,6 @@ class Gateway:
             return
         if request.state is RequestState.STREAMING and request.paused_since_ms is None:
             request.paused_since_ms = now_ms
-            request.pauses += 1
             tokens = len(request.tokens)
             self.outbox.append(
                 ev.StreamPaused(request.number, cause, attempt.engine, attempt.token, tokens)
@@ -727,8 +725,8 @@ class Gateway:
         self.queue.end_trial(request)
         del self.requests[request.number]
         self.shared.memory_bytes -= request.charged_bytes
-        counts = request.delivered_tokens, request.pauses, request.paused_ms
-        self.outbox.append(ev.RequestEnded(request.number, ending, *counts, attempt, why, event))
+        tokens = request.delivered_tokens
+        self.outbox.append(ev.RequestEnded(request.number, ending, tokens, attempt, why, event))
 
     # ------------------------------------------------------------------ memory
 

@@ -70,7 +70,7 @@ class Client:
             assert answer.sequence == list(range(first, first + len(answer.sequence)))
         assert self.ending is not None
         assert self.ending.tokens == len(tokens)
-        assert 0 <= self.ending.paused_ms <= self.ended_ms
+        assert 0 <= sum(each.pause_ms for each in self.resumed) <= self.ended_ms
 
 
 @dataclass
