@@ -31,7 +31,7 @@ class StubModel:
     def __init__(self, directory: str) -> None:
         decoder = decoder_of(directory)
         self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT))
-        self.started = 0
+        self.started, self.slots = 0, 2
 
     @contextmanager
     def generate(self, wanted: TokenRequest) -> Iterator[StubModel]:

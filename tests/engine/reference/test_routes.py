@@ -47,7 +47,7 @@ def test_gateway_learns_who_answers(model: Path):
                 "problem": None,
                 "version": hop.VERSION,
                 "backend_version": __version__,
-                "slots": engine.served.model.slots,
+                "slots": 2,
             }
 
     with_pod(model, test)
