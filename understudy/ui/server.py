@@ -1,9 +1,9 @@
 """`understudy ui`: one page for all parts of a pod, and the one stream of events that it reads.
 
-All parts are asked over their Unix sockets, every other second and after each event. The stream has
-their last answers, the kept events, and then everything new; a page that reconnects is told all of
-it again. The page only reads, runs only the script that it contains, and connects only to where it
-came from. Requests must name a host that no attacker can own (`plumbing.service.hosts`).
+While a page is open, all parts are asked over their Unix sockets, every other second and after each
+event. The stream has the kept events, and then everything new; a page that reconnects is told all
+of it again. The page only reads, runs only the script that it contains, and connects only to where
+it came from. Requests must name a host that no attacker can own (`plumbing.service.hosts`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EVENTS_MAX = 2000  # of all parts, some 300 bytes each, and told to each new pag
 QUEUE_MAX = 4000  # lines that wait for one page; one that reads more slowly begins anew
 READERS_MAX = 32
 POLL_S = 2.0
-SETTLE_S = 0.03  # after an event, so that a burst of them costs one question
+SETTLE_S = 0.1  # after an event, so that a burst of them costs one question to each part
 ANSWER_S = 3.0
 HEARTBEAT_S = 15.0  # below the 30 to 60 s after which proxies cut a silent connection
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -68,19 +68,20 @@ class Hub:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._parts: dict[str, PodPart] = {}  # that have or had a socket, by that
-        self._state: dict[str, Any] = {}  # as told last
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
         self._is_due = asyncio.Event()
         self._readers: set[asyncio.Queue[str]] = set()
 
     async def run(self) -> None:
-        """Ask all parts again and again, and hear their events, until cancelled."""
+        """Hear the events of all parts, and ask them again and again while a page is open, until
+        cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._hear())
             while True:
                 self._is_due.clear()
                 self._parts |= {part.path: part for part in pod_parts(self._directory)}
-                await self._look([*self._parts.values()][:PARTS_MAX])
+                if self._readers:
+                    await self._look([*self._parts.values()][:PARTS_MAX])
                 await asyncio.sleep(SETTLE_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
@@ -97,8 +98,7 @@ class Hub:
             for part, status in said.items()
         ]
         if about:
-            self._state = {"state": view["state"], "problems": view["problems"], "parts": about}
-            self.tell(self._state)
+            self.tell({"state": view["state"], "problems": view["problems"], "parts": about})
 
     async def _hear(self) -> None:
         """Every event that the parts keep, and new ones; also that a part is gone, or back."""
@@ -122,12 +122,13 @@ class Hub:
         return len(self._readers) >= READERS_MAX
 
     async def lines(self) -> AsyncGenerator[str]:
-        """What is known, what happens, and an empty line when nothing does; ends for a reader that
-        is too slow."""
+        """The kept events, what happens, and an empty line when nothing does; ends for a reader
+        that is too slow."""
         queue: asyncio.Queue[str] = asyncio.Queue(QUEUE_MAX)
         self._readers.add(queue)
+        self._is_due.set()
         try:
-            for said in (*([self._state] if self._state else ()), *self._events):
+            for said in tuple(self._events):
                 yield to_json(said)
             while queue in self._readers:
                 try:
