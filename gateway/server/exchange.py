@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from gateway.core import events as ev
+from gateway.core.client_request import RequestState
 from gateway.core.fleet import Fleet
 from gateway.core.lanes import Lanes
 from gateway.core.machine import TICK_MS
@@ -59,6 +60,7 @@ LOOK_S = 0.01  # between two looks at whether everything has ended
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 KEEPALIVE_COMMENT = b": keepalive\n\n"
+PARKED = (RequestState.PARKED, RequestState.RESUMING)
 EXPIRED = ("pool.not_awake", "pool.busy")
 
 
@@ -212,13 +214,13 @@ class GatewayExchange:
     def load(self) -> GatewayLoad:
         now_ms, found = self.now_ms(), list(self.core.shared.everything())
         states = Counter(str(each.state) for each in found)
-        paused = [each.paused_since_ms or now_ms for each in found]
+        parked = [each.paused_since_ms or now_ms for each in found if each.state in PARKED]
         return GatewayLoad(
             connections=len(self.clients),
             in_flight=len(self.requests),
             waiting=states["waiting"],
-            parked=states["parked"] + states["resuming"],
-            parked_oldest_ms=now_ms - min(paused, default=now_ms),
+            parked=len(parked),
+            parked_oldest_ms=now_ms - min(parked, default=now_ms),
             replaying=states["replaying"],
             suspects=sum(each.is_suspect for each in found),
             memory_bytes=self.core.shared.memory_bytes,
