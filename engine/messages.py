@@ -199,11 +199,10 @@ class MayLoadMsg(Message, frozen=True, tag="may_load"):
 
 
 class LoadMsg(Message, frozen=True, tag="load"):
-    """`rw_or_ro`: write if nothing is committed (the loader lock is held, under `token`).
-    `ro`: only ever import."""
+    """`rw_or_ro`: write if nothing is committed (the loader lock is held). `ro`: only ever
+    import."""
 
     mode: Annotated[str, Meta(min_length=2, max_length=8)]
-    token: Count
 
 
 class AttachedMsg(Message, frozen=True, tag="attached"):

@@ -48,15 +48,15 @@ class Supervisor(LockClient):
         self.witness, self.held = witness.create(directory, self.incarnation)
         super().__init__(lockserver_socket(directory), engine=name)
 
-    def granted(self, lock: str, incarnation: str, token: int) -> None:
-        if lock == "active" and incarnation == self.incarnation:
+    def granted(self, incarnation: str, token: int) -> None:
+        if incarnation == self.incarnation:
             report("granted_ns", time.monotonic_ns())
-            self.set_want(incarnation, ("active",), {lock: token})
-        elif lock == "active":
+            self.set_want(incarnation, is_wanted=True, token=token)
+        else:
             report("waiting", 1)
 
     async def run(self) -> None:
-        self.set_want(self.incarnation, ("active",))
+        self.set_want(self.incarnation, is_wanted=True)
         await super().run()
 
 

@@ -57,8 +57,8 @@ SERVE = (
         "model",
         str,
         (),
-        "A model of the pod, which then has locks of its own: active:MODEL and loader:MODEL. All"
-        " models are served at one address, that of `active`. Repeatable.",
+        "A model of the pod, which then has a lock of its own, active:MODEL. All models are served"
+        " at one address, that of `active`. Repeatable.",
         env="UNDERSTUDY_MODELS",
         many=True,
     ),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from plumbing.pod.messages import EventMsg as EventMsg
 from plumbing.pod.messages import StatusMsg as StatusMsg
@@ -23,13 +23,13 @@ from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message, messages_in
 
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a bogus one cannot exhaust tokens
-LOCKS_MAX = 8  # locks named in one `want`
 REASON_CHARS_MAX = 512
 SWITCHOVER_MS_MAX = 24 * 3_600_000  # a long drain is a matter of hours at most
 CONTINUATION_CHARS_MAX = 128  # a digest and a version; compared, never interpreted
 NO_ERA = "0" * 16  # of a server that knows no eras
 
 Token = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Claimed = Annotated[int, Meta(ge=0, le=TOKEN_CLAIMED_MAX)]
 LockName = Annotated[str, Meta(min_length=1, max_length=32)]
 EngineId = Annotated[str, Meta(min_length=1, max_length=63)]
 IncarnationId = Annotated[str, Meta(min_length=18, max_length=80)]  # "<engine>-<16 hex>"
@@ -40,11 +40,12 @@ class WantMsg(Message, frozen=True, tag="want"):
     """Supervisor → server: what this supervisor is and wants, in full.
 
     `incarnation` is None between two launches; what was named before has then been reaped. Its
-    witness has its name. `tokens`: what it believes it holds. `continuation`: the id of what this
-    incarnation would continue streams with (`plumbing.gateway_protocol.Hello`); "" if it cannot.
-    `over`: by fenced lock, the token under which this incarnation has handed it over in place: no
-    process of it accepts or maps KV memory under that token, ever again. Said for the rest of its
-    life, also while it waits for the lock anew.
+    witness has its name. `lock`: of its model. `is_wanted`: it waits for the lock, or holds it.
+    `token`: under which it believes that it holds it; 0 if it does not. `continuation`: the id of
+    what this incarnation would continue streams with (`plumbing.gateway_protocol.Hello`); "" if it
+    cannot. `over`: the token under which this incarnation has handed the lock over in place, or 0:
+    no process of it accepts or maps KV memory under that token, ever again. Said for the rest of
+    its life, also while it waits for the lock anew.
     `is_leaving`: this supervisor was told to end. It keeps what it holds and is granted nothing.
     `succeeds`: the token of a holder that was told to end, as this supervisor has heard, while
     itself it was not; 0 if there is none.
@@ -53,13 +54,14 @@ class WantMsg(Message, frozen=True, tag="want"):
     supervisor: Annotated[str, Meta(min_length=16, max_length=16)]
     engine: EngineId
     incarnation: IncarnationId | None
-    locks: Annotated[tuple[str, ...], Meta(max_length=LOCKS_MAX)]
-    tokens: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]]
+    lock: LockName
+    is_wanted: bool = False
+    token: Claimed = 0
     # A counter shared with `beat` that grows with each message. It orders messages of several
     # connections, and over TCP the sender knows when the message that is answered was sent.
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     continuation: Annotated[str, Meta(max_length=CONTINUATION_CHARS_MAX)] = ""
-    over: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]] = field(default_factory=dict)
+    over: Claimed = 0
     is_leaving: bool = False
     succeeds: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
@@ -82,7 +84,7 @@ class GrantedMsg(Message, frozen=True, tag="granted"):
 
 
 class StandbyMsg(Message, frozen=True, tag="standby"):
-    """Server → holder of a fenced lock, after the grant and at every change: whether another engine
+    """Server → holder, after the grant and at every change: whether another engine
     waits for `lock` that could be granted it at once. To a holder that was never sent this, or has
     lost the server, there is none.
 

@@ -91,7 +91,7 @@ class LockSwitchover(Schema):
 
 
 class LockLock(Schema, kw_only=True):
-    kind: Annotated[str, "`fenced` (the old holder's processes must be gone) or `plain`"]
+    kind: Annotated[str, "`fenced`: the old holder's processes must be gone"]
     state: Annotated[str, "`free`, `held`, `releasing`, `recovering`; `unknown` offline"]
     since: Annotated[Time, "when it entered this state; offline: the last known change"]
     for_ms: Annotated[float, "time since then"]

@@ -28,7 +28,7 @@ from msgspec import to_builtins
 
 from lockserver import schema, state_file, witness
 from lockserver.core.events import Holder
-from lockserver.core.lock import KINDS, Lock, LockState, Signal, kinds_of, with_filed
+from lockserver.core.lock import Lock, LockState, Signal, locks_of
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.recovery import is_decisive
@@ -44,6 +44,7 @@ from plumbing.text import duration, one_line
 from plumbing.wire.connection import Connection
 
 SCHEMA = 1
+KIND = "fenced"  # every lock is; scripts read it
 # The document must fit into one frame: more are counted, not listed. A pod has a handful.
 WAITERS_NAMED_MAX = 100
 PIDS_MAX = 32  # processes listed in one place; a backend with 8 ranks has a dozen
@@ -213,7 +214,7 @@ def _holder_waits(lock: Lock, holder: Holder, here: Here, seen: Seen) -> Iterato
         words |= {"witness": holder.witness.name, "directory": here.directory}
         return wait(reason, here.clock, since_ms, evidence, who, **words)
 
-    if lock.is_fenced and holder.lease_ms is None and not lock.is_handed_over:
+    if holder.lease_ms is None and not lock.is_handed_over:
         if not seen.is_same_file:
             yield found("witness_lost")
         elif seen.probe is WitnessState.FREE and is_decisive(lock, machine.supervisors):
@@ -311,7 +312,7 @@ def _queue_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
             is_fault=lock.state is LockState.FREE,  # otherwise nothing is delayed by it
             end=kill_command(each.engine, (), its),
         )
-    if lock.state is LockState.FREE and lock.is_fenced and not lock.waiters:
+    if lock.state is LockState.FREE and not lock.waiters:
         yield _nobody_asks_wait(lock, here)
     if lock.state is LockState.FREE or waiter is None:
         return
@@ -322,7 +323,7 @@ def _queue_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
         heard = duration(clock.now_ms() - supervisor.heard_ms)
         evidence = f"{holder.engine} holds it, token {holder.token}, last heartbeat {heard} ago"
         end = f"nothing: {waiter.engine} is granted when {holder.engine} releases it or is gone"
-        if lock.is_fenced and not supervisor.is_silent:
+        if not supervisor.is_silent:
             flag = f" --lock {lock.name}" if model_of(lock.name) else ""
             end += f"; to switch now: lockserver switchover{flag} --to {waiter.engine}"
     first = waiter.engine, waiter.incarnation, None, supervisors[waiter.supervisor].want.pid
@@ -434,7 +435,7 @@ def lock_status(
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)
     switchover = machine.switchovers.under_way.get(lock.name)
     return schema.LockLock(
-        kind="fenced" if lock.is_fenced else "plain",
+        kind=KIND,
         state=str(lock.state),
         **moment(since_ms(lock, machine), clock),
         cause=lock.cause,
@@ -530,7 +531,7 @@ def _strangers(lock: Lock, here: Here) -> dict[str, list[schema.LockWaitingFor]]
     known = {
         each.witness
         for each in here.machine.supervisors.values()
-        if each.conn is not None and lock.name not in each.said.tokens
+        if each.conn is not None and not each.claims(lock.name)
     }
     strangers: dict[str, list[schema.LockWaitingFor]] = {}
     try:
@@ -557,7 +558,7 @@ def supervisor_status(
         connected=conn is not None,
         silent=each.is_silent,
         heard_ms_ago=round(now_ms - each.heard_ms),
-        wants=list(each.said.locks),
+        wants=[each.said.lock] if each.said.is_wanted else [],
         peer=str(conn.peer) if conn is not None and each.is_leased else None,
         lease_left_ms=None if left_ms is None else round(left_ms),
     )
@@ -604,7 +605,7 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
     Raises:
         OSError: it cannot be read.
     """
-    found = state_file.read(directory, KINDS)
+    found = state_file.read(directory, locks_of(()))
     if found is None:
         return None
     clock, record = SystemClock(), found.record
@@ -613,7 +614,7 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
     start = f"start it: lockserver serve --dir {directory}; until then"
     what, fix = silent or (UNANSWERED, f"{start} {MEANWHILE}")
     locks = {}
-    for name, is_fenced in with_filed(kinds_of(found.models), record).items():
+    for name in locks_of(found.models, record):
         holder, end, seen, shown = record.holders.get(name), fix, Seen(), None
         evidence, whose, since_ms = "no holder is on file", NOBODY, written_ms
         if name in record.unknown:
@@ -629,7 +630,7 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
             if holder.lease_ms is not None and silent is None:
                 end = f"{start} the active engine stops before its lease expires"
         locks[name] = schema.LockLock(
-            kind="fenced" if is_fenced else "plain",
+            kind=KIND,
             state="unknown",
             **moment(since_ms, clock),
             holder=shown,

@@ -1,8 +1,9 @@
-"""Which ranks of one incarnation may load their weights, by the pod's `loader` lock.
+"""Which ranks of one incarnation may load their weights, by the loader lock.
 
-Owns when `loader` is wanted (from the first rank that asks until every rank is attached) and that
-all ranks have the same weights. Must not know how the lock is acquired. A `shadow` never writes, so
-it never waits for this lock.
+One engine of a model loads at a time: ranks of two would wait for each other's devices. Owns when
+the lock is wanted (from the first rank that asks until every rank is attached) and that all ranks
+have the same weights. Must not know how the lock is acquired. A `shadow` never writes, so it never
+waits for this lock.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class Loading:
         self._attached: dict[int, dict[str, Any]] = {}
         self._places: dict[int, str] = {}  # where each rank has its weights, in a pod with models
         self._has_asked = False
-        self._token = 0
 
     @property
     def missing(self) -> str | None:
@@ -55,11 +55,6 @@ class Loading:
         return self._has_asked and self._role.may_write and not is_done
 
     @property
-    def token(self) -> int:
-        """The token of the loader lock while it is wanted and held, else 0."""
-        return self._token if self.wants_loader else 0
-
-    @property
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
@@ -67,21 +62,17 @@ class Loading:
     def mode(self) -> str:
         return MODE_WRITE if self._role.may_write else MODE_READ
 
-    def asked(self, rank: int, ranks: int) -> list[int]:
-        """A rank asks for its weights: which ranks may load now, in `mode` and under `token`."""
-        self._has_asked = True
-        self.ranks = ranks
-        if not self._role.may_write:
-            return [rank]
+    def asked(self, rank: int, ranks: int) -> None:
+        """A rank asks for its weights."""
+        self._has_asked, self.ranks = True, ranks
         self._waiting.append(rank)
-        return self._permit_all() if self.token else []
 
-    def granted(self, token: int) -> list[int]:
-        """The loader lock is ours; a grant that arrives when it is not wanted is ignored."""
-        if not self.wants_loader:
+    def permitted(self, *, has_loader: bool) -> list[int]:
+        """Which ranks may load now that did not know yet; in `mode`."""
+        if self._role.may_write and not has_loader:
             return []
-        self._token = token
-        return self._permit_all()
+        ranks, self._waiting = self._waiting, []
+        return ranks
 
     def attached(self, rank: int, identity: dict[str, Any], place: str = "") -> str | None:
         """A rank has its weights mapped: what is wrong with them, if anything."""
@@ -95,7 +86,3 @@ class Loading:
         if not names:
             return None
         return f"rank {rank} has other weights than rank {first_rank}: {names[0]} differs"
-
-    def _permit_all(self) -> list[int]:
-        ranks, self._waiting = self._waiting, []
-        return ranks

@@ -63,7 +63,7 @@ class Engine(EngineHub):
         self.watch: HealthWatch | None = None  # while active
         self._is_started = False
         self._noting: asyncio.Handle | None = None
-        self.lock = LockSide(self, self._loader_granted)
+        self.lock = LockSide(self)
         if settings.is_remote:
             self.metrics.watch_lease(lambda: self.lock.lease)
         limits = (
@@ -241,7 +241,6 @@ class Engine(EngineHub):
             temporary=self._temporary,
             failures=self._relaunch.failures,
             on_gone=self._gone,
-            on_loader=self.lock.repeat,
         )
         self.incarnation.start()
 
@@ -279,13 +278,9 @@ class Engine(EngineHub):
         if listening is None:
             self.after("listener", LISTENER_RETRY_MS, self._wake)
             return
-        era = self.lock.era_of(self.lock.active, now.token)
+        era = self.lock.era_of(now.token)
         waking.wake(now.token, era, listening, path)
         self.metrics.woken(is_behind_gateway=path is not None)
-
-    def _loader_granted(self, incarnation: str, token: int) -> None:
-        if self.incarnation is not None and self.incarnation.id == incarnation:
-            self.incarnation.loader_granted(token)
 
     def signs(self) -> Signs:
         """What can be seen of the running incarnation without asking it."""

@@ -36,8 +36,10 @@ from engine.supervisor.hub import EngineHub, shortage
 from engine.supervisor.tree import ProcessDeath, Tree
 from lockserver.client import serving, witness
 from plumbing.errors import DISK, ProtocolError, UnderstudyError, is_disk_fault
+from plumbing.pod.paths import loader_lock
 from plumbing.service import procfs
 from plumbing.service.clock import rfc3339
+from plumbing.service.files import open_locked
 from plumbing.service.process import parent_environment
 from plumbing.text import size
 from plumbing.wire.connection import Connection, Handler
@@ -49,6 +51,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 # How soon to look again at what the backend's processes hold: a fork takes milliseconds to exec.
 LOOK_AGAIN_MS = 10.0
+LOADER_POLL_MS = 50.0  # while another engine loads, which takes seconds
 NOTHING_OVER = 0  # look at the serving file without sealing it: only the lock server does that
 # A copy of the weights is made within seconds of the first load. Later, what is in the way may stay
 # for hours, and vLLM's workers spin for a second after every question.
@@ -85,11 +88,9 @@ class Incarnation:
         temporary: str,
         failures: int,
         on_gone: Callable[[], None],
-        on_loader: Callable[[], None],
     ) -> None:
         """`temporary`: where its processes have their temporary files. `failures`: launches before
-        it that failed in a row. `on_loader` is called when the loader lock is wanted or no longer
-        wanted."""
+        it that failed in a row."""
         self.id = incarnation_id
         self.witness_path: str | None = None
         self.witness_id = (0, 0)
@@ -107,7 +108,8 @@ class Incarnation:
         self.progress = ProgressPage()
         self._hub, self._settings = hub, hub.settings
         self._temporary, self._failures = temporary, failures
-        self._on_gone, self._on_loader = on_gone, on_loader
+        self._on_gone = on_gone
+        self.loader = LoaderLock(hub.settings.gms_socket_dir, hub.settings.model)
         self._loads: dict[int, LoadReply] = {}
         self.tree = Tree(self._dying, self._died, self._gone)
         self.channel = BackendChannel(
@@ -219,7 +221,8 @@ class Incarnation:
         if self._settings.is_remote and self.witness_path is not None:
             with contextlib.suppress(OSError):  # then the next supervisor does
                 witness.discard(self.witness_path, *self.witness_id)  # no server here will
-        self._hub.cancel("look")
+        self._hub.cancel("look", "loader")
+        self.loader.leave()
         self._stop_placing()
         self._on_gone()
         self.progress.close()
@@ -287,21 +290,25 @@ class Incarnation:
     def may_load(self, rank: int, ranks: int, reply: LoadReply) -> None:
         """Call `reply` once `rank` may load its weights."""
         self._loads[rank] = reply
-        self._permit(self.loading.asked(rank, ranks))
-
-    def loader_granted(self, token: int) -> None:
-        self._permit(self.loading.granted(token))
+        self.loading.asked(rank, ranks)
+        self._settle_loader()
 
     def attached(self, rank: int, identity: dict[str, Any], place: str = "") -> None:
         objection = self.loading.attached(rank, identity, place)
         if objection is not None:
             self._hub.post(Failed("identity_mismatch", objection))
-        self._on_loader()
+        self._settle_loader()
 
-    def _permit(self, ranks: list[int]) -> None:
-        self._on_loader()
-        for rank in ranks:
-            self._loads.pop(rank)(messages.LoadMsg(self.loading.mode, self.loading.token))
+    def _settle_loader(self) -> None:
+        """Hold the loader lock while it is wanted; while another engine has it, look again."""
+        is_wanted = self.loading.wants_loader
+        has_loader = is_wanted and self.loader.take()
+        if not is_wanted:
+            self.loader.leave()
+        elif not has_loader:
+            self._hub.after("loader", LOADER_POLL_MS, self._settle_loader)
+        for rank in self.loading.permitted(has_loader=has_loader):
+            self._loads.pop(rank)(messages.LoadMsg(self.loading.mode))
 
     def _budget_ms(self, state: State) -> int:
         return self._settings.budgets_ms[state]
@@ -451,6 +458,32 @@ class Incarnation:
         if self.note:
             self._hub.after("placing", self._again_ms, self._ask_to_place)
             self._again_ms = min(2 * self._again_ms, AGAIN_MS_MAX)
+
+
+class LoaderLock:
+    """The right to write the weights of one model: a file beside the memory service's sockets that
+    one engine has locked. The kernel unlocks it when that engine's supervisor ends."""
+
+    def __init__(self, directory: str, model: str) -> None:
+        self.problem = ""  # why it is not ours
+        self._path = loader_lock(directory, model)
+        self._held: OwnedFd | None = None
+
+    def take(self) -> bool:
+        """Hold it, unless another engine does; repeated calls do nothing."""
+        if self._held is None:
+            try:
+                self._held = OwnedFd(open_locked(self._path, os.O_CREAT))
+            except BlockingIOError:
+                self.problem = "another engine is loading"
+            except OSError as error:
+                self.problem = shortage(f"lock {self._path}", error)
+        return self._held is not None
+
+    def leave(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
 
 def _begun(woken: messages.WokenMsg) -> str:

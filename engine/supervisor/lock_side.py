@@ -23,7 +23,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.core.events import Failed, Granted, HandOver, OtherGranted, Succession
@@ -35,7 +35,7 @@ from lockserver.client import messages as lock_messages
 from lockserver.client import witness
 from lockserver.client.client import LockClient
 from plumbing.errors import UnderstudyError, is_shortage
-from plumbing.pod.models import ACTIVE, LOADER, lock_of
+from plumbing.pod.models import lock_of
 from plumbing.service import procfs
 from plumbing.text import duration
 from plumbing.wire.connection import Connection
@@ -63,12 +63,12 @@ ANSWER_MS = 1_000.0
 class LockSide(LockClient):
     """Posts what the lock server reports."""
 
-    def __init__(self, hub: EngineHub, on_loader: Callable[[str, int], None]) -> None:
-        """`on_loader` gets the grants of the loader lock: incarnation and token."""
+    def __init__(self, hub: EngineHub) -> None:
         settings = hub.settings
         super().__init__(
             settings.lockserver_socket,
             engine=settings.engine,
+            lock=lock_of(settings.model),
             security=settings.lockserver_security,
         )
         self.other: EngineOther | None = None  # the last known grant to another engine
@@ -77,8 +77,7 @@ class LockSide(LockClient):
         path = None if settings.is_remote else settings.private_path
         self.listener = BackendListener(path, settings.service_address)
         self.address = self.listener.name  # where clients connect
-        self._hub, self._on_loader = hub, on_loader
-        self.active, self._loader = (lock_of(each, settings.model) for each in (ACTIVE, LOADER))
+        self._hub = hub
         self._now = Situation()  # as it was said last, and of which incarnation
         self._running: Incarnation | None = None
         self._succeeds = 0  # the token of the holder that this engine vouches for
@@ -108,14 +107,15 @@ class LockSide(LockClient):
         if named is None:
             self.set_want(None, **leaving)
             return
-        wanted = {self.active: now.in_line, self._loader: named.loading.wants_loader}
-        tokens = {self.active: now.token, self._loader: named.loading.token}
-        held = {lock: token for lock, token in tokens.items() if token}
-        # One that leaves keeps what it has, and waits for nothing.
-        locks = [lock for lock in wanted if wanted[lock] and (lock in held or not now.has_told)]
-        continuation = named.prepared.continuation if named.prepared is not None else ""
-        over = {self.active: now.over} if now.over else {}  # for the rest of its life
-        self.set_want(named.id, locks, held, continuation=continuation, over=over, **leaving)
+        self.set_want(
+            named.id,
+            # One that leaves keeps what it has, and waits for nothing.
+            is_wanted=now.in_line and (now.token > 0 or not now.has_told),
+            token=now.token,
+            continuation=named.prepared.continuation if named.prepared is not None else "",
+            over=now.over,  # for the rest of its life
+            **leaving,
+        )
 
     # ------------------------------------------------------------------ succession
 
@@ -128,9 +128,9 @@ class LockSide(LockClient):
         """There is an answer: whether a successor stays. Ignored where none is waited for."""
         self._hub.post(Succession(resume))
 
-    def leaving(self, lock: str, token: int) -> None:
+    def leaving(self, token: int) -> None:
         """The holder under `token` was told to end: was this engine, too?"""
-        if lock == self.active and not self._now.has_told and token != self._succeeds:
+        if not self._now.has_told and token != self._succeeds:
             self._hub.after("vouch", SETTLE_MS, lambda: self._vouch(token))
 
     def _vouch(self, token: int) -> None:
@@ -140,25 +140,21 @@ class LockSide(LockClient):
 
     # ------------------------------------------------------------------ what the server reports
 
-    def granted(self, lock: str, incarnation: str, token: int) -> None:
+    def granted(self, incarnation: str, token: int) -> None:
         engine = incarnation.rpartition("-")[0]
-        if lock == self._loader:
-            self._on_loader(incarnation, token)
-        elif lock == self.active and engine == self._hub.settings.engine:
+        if engine == self._hub.settings.engine:
             self._hub.post(Granted(incarnation, token))
-        elif lock == self.active:
+        else:
             self.other = EngineOther(engine, token)
             self._hub.post(OtherGranted(engine, token))
 
     def standby(self, news: lock_messages.StandbyMsg) -> None:
-        if news.lock == self.active:
-            self.has_standby, self.is_continued = news.is_ready, news.continues
-            if news.is_settled:
-                self._settled(resume=self.is_continued)
+        self.has_standby, self.is_continued = news.is_ready, news.continues
+        if news.is_settled:
+            self._settled(resume=self.is_continued)
 
     def hand_over(self, message: lock_messages.HandOverMsg) -> None:
-        if message.lock == self.active:
-            self._hub.post(HandOver(message.incarnation, message.to, message.resume))
+        self._hub.post(HandOver(message.incarnation, message.to, message.resume))
 
     def service(self, address: str) -> None:
         self.address = address

@@ -183,8 +183,7 @@ class EngineStatus:
         now, incarnation = self._engine.lifecycle.now, self._engine.incarnation
         if now.state is State.INIT and incarnation is not None:
             if incarnation.loading.is_waiting:
-                why = self._disconnected() or ": another engine is loading"
-                return f"waiting for the loader lock{why}"
+                return f"waiting for the loader lock: {incarnation.loader.problem}"
             return incarnation.waiting or "loading the model"
         if now.state is State.STANDBY:
             other = self._engine.lock.other

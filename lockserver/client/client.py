@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -31,7 +30,7 @@ from lockserver.messages import (
     WantMsg,
 )
 from plumbing.errors import UnderstudyError
-from plumbing.pod.models import ACTIVE, kind_of
+from plumbing.pod.models import ACTIVE
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from plumbing.wire.tcp_address import SCHEME, TcpAddress
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 # Over TCP a lost packet may make one attempt hang: there must be time for another within a lease.
 TCP_CONNECT_DEADLINE_S = 1.5
-FENCED = frozenset({ACTIVE})  # the locks that no engine may act on once its lease has expired
 
 
 class LockClient(GrantsConnection):
@@ -54,6 +52,7 @@ class LockClient(GrantsConnection):
         address: str,
         *,
         engine: str,
+        lock: str = ACTIVE,
         supervisor: str | None = None,
         security: Security | None = None,
         heartbeat_ms: float = HEARTBEAT_MS,
@@ -63,6 +62,7 @@ class LockClient(GrantsConnection):
 
         Args:
             address: the path of a Unix socket, or tcp://HOST:PORT with its `security`.
+            lock: of the engine's model; of others nothing is heard.
             supervisor: this process's id, 16 hex digits; random unless given.
             ender: stands in for the kernel's timer in tests.
 
@@ -70,7 +70,7 @@ class LockClient(GrantsConnection):
             UnderstudyError: `lock.no_dead_man`: over TCP, and this process cannot have a timer.
         """
         super().__init__(address)
-        self.engine = engine
+        self.engine, self.lock = engine, lock
         self.supervisor = supervisor or secrets.token_hex(8)
         self._security = security
         self._lease: LeaseWatch | None = None
@@ -79,21 +79,21 @@ class LockClient(GrantsConnection):
         self._must_repeat = False  # a grant arrived that could not be acted on
         self._heartbeat_ms = heartbeat_ms
         # Without `progress`, which belongs to one sending.
-        self._want = WantMsg(self.supervisor, engine, None, (), {})
+        self._want = WantMsg(self.supervisor, engine, None, lock)
         self._progress = 0
 
     # ------------------------------------------------------------------ what is heard
 
-    def granted(self, lock: str, incarnation: str, token: int) -> None:
-        """`incarnation` (of any engine) holds `lock`. The same grant may arrive again. A grant to
-        another of a lock that this engine believes to hold means that it is lost. An older token
-        than one that was heard before is refused, not reported."""
+    def granted(self, incarnation: str, token: int) -> None:
+        """`incarnation` (of any engine) holds the lock. The same grant may arrive again. A grant to
+        another of what this engine believes to hold means that it is lost. An older token than one
+        that was heard before is refused, not reported."""
 
-    def leaving(self, lock: str, token: int) -> None:
-        """The holder of `lock`, another engine, was told to end."""
+    def leaving(self, token: int) -> None:
+        """The holder, another engine, was told to end."""
 
     def standby(self, news: StandbyMsg) -> None:
-        """Whether another engine could be granted a lock that this one holds, and continue its
+        """Whether another engine could be granted the lock that this one holds, and continue its
         streams; what was said before counts until the connection is lost."""
 
     def service(self, address: str) -> None:
@@ -105,10 +105,10 @@ class LockClient(GrantsConnection):
         retried with back-off."""
 
     def hand_over(self, message: HandOverMsg) -> None:
-        """Hand a lock over. May arrive again."""
+        """Hand the lock over. May arrive again."""
 
     def lease_lost(self, reason: str) -> None:
-        """Over TCP, the server could not be heard for too long while `active` was held: the
+        """Over TCP, the server could not be heard for too long while the lock was held: the
         incarnation's tree must be killed and reaped at once. Called once per incarnation. A little
         later the kernel ends this process, unless `set_want` states before then that the tree is
         reaped, or the server is heard."""
@@ -123,15 +123,16 @@ class LockClient(GrantsConnection):
     def set_want(
         self,
         incarnation: str | None,
-        locks: Sequence[str] = (),
-        tokens: Mapping[str, int] | None = None,
+        *,
+        is_wanted: bool = False,
+        token: int = 0,
         **more: Any,
     ) -> None:
         """Replace the whole want; sent at once if new, and first on each connection. The fields are
-        those of `WantMsg`, which has defaults for `more`. Grants up to a token in `over` are not
+        those of `WantMsg`, which has defaults for `more`. Grants up to the token `over` are not
         reported."""
-        wanted = incarnation, tuple(locks), dict(tokens or {})
-        want = WantMsg(self.supervisor, self.engine, *wanted, **more)
+        who = self.supervisor, self.engine, incarnation, self.lock
+        want = WantMsg(*who, is_wanted, token, **more)
         if want == self._want:
             return  # else a holder that answers each grant with its token would loop forever
         if self._lease is not None and incarnation != self._want.incarnation:
@@ -140,9 +141,9 @@ class LockClient(GrantsConnection):
         if self.conn is not None:
             self.conn.send(self._message())
 
-    def era_of(self, lock: str, token: int) -> str:
-        """The era of the newest grant of `lock` that was heard, if `token` is its token."""
-        grant = self.newest.get(lock)
+    def era_of(self, token: int) -> str:
+        """The era of the newest grant that was heard, if `token` is its token."""
+        grant = self.newest.get(self.lock)
         return grant.era if grant is not None and grant.token == token else NO_ERA
 
     async def run(self) -> None:
@@ -202,7 +203,7 @@ class LockClient(GrantsConnection):
         if self._lease is not None:
             self._lease.heard()
         match message:
-            case GrantedMsg() if self.believes(message):
+            case GrantedMsg() if message.lock == self.lock and self.believes(message):
                 self._granted(message)
             case StandbyMsg() if message.incarnation == self._want.incarnation:
                 self.standby(message)
@@ -220,14 +221,13 @@ class LockClient(GrantsConnection):
     def _granted(self, message: GrantedMsg) -> None:
         """Report any grant that can be believed; act on our own only under a valid lease."""
         is_own = message.incarnation == self._want.incarnation
-        if is_own and message.token <= self._want.over.get(message.lock, 0):
+        if is_own and message.token <= self._want.over:
             return  # sent before the server had heard of the hand-over
         if self._lease is not None and is_own:
             if not self._lease.may_act():
                 self._must_repeat = True
                 return
-            if kind_of(message.lock) in FENCED:
-                self._lease.hold()
-        self.granted(message.lock, message.incarnation, message.token)
+            self._lease.hold()
+        self.granted(message.incarnation, message.token)
         if message.is_leaving and not is_own:
-            self.leaving(message.lock, message.token)
+            self.leaving(message.token)

@@ -84,6 +84,8 @@ class LockRecord(msgspec.Struct, frozen=True):
     era: str = NO_ERA
 
 
+NOTHING_FILED = LockRecord()
+
 # ---------------------------------------------------------------------- what is told
 
 

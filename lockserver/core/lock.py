@@ -1,7 +1,7 @@
 """Which locks there are, and one lock with its four states and its queue.
 
-A pod, or each of its models, has two locks: the holder of `active` serves the model, the holder of
-`loader` may write its weights. This is the table of what may change a lock:
+A pod, or each of its models, has one lock, `active`, whose holder serves the model. This is the
+table of what may change a lock:
 
     free ──granted──▶ held ──not wanted, process gone, connection closed──▶ releasing
      ▲                 ▲ │ ◀──────── confirmed (its own want) ───────────────┘ ▲ │
@@ -10,8 +10,8 @@ A pod, or each of its models, has two locks: the holder of `active` serves the m
      └────────────────── evidence gone ◀───────────┴────────────────────────────┘
 
 No engine is granted a lock in `releasing` or `recovering`, however long that takes. The only way to
-`free` is EVIDENCE_GONE: `machine.py` decides what may give that signal, and for a fenced lock it is
-a witness that the server itself locked and sealed. `held` may go to `free` directly: a silent
+`free` is EVIDENCE_GONE: `machine.py` decides what may give that signal, on one host a witness that
+the server itself locked and sealed. `held` may go to `free` directly: a silent
 holder whose witness is free is dead, even if another process keeps its connection open.
 
 A holder that hands over in place says so and lives on. From then on, and only then, its serving
@@ -21,33 +21,23 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lockserver.core.events import Holder, LockRecord
+from lockserver.core.events import NOTHING_FILED, Holder, LockRecord
 from lockserver.messages import StandbyMsg
 from plumbing.errors import InvariantError
-from plumbing.pod.models import ACTIVE, LOADER, kind_of, lock_of
+from plumbing.pod.models import ACTIVE, lock_of
 from plumbing.transitions import Table
 
-KINDS: Mapping[str, bool] = {ACTIVE: True, LOADER: False}  # name → is it fenced
 
-
-def kinds_of(models: Sequence[str]) -> dict[str, bool]:
-    """The locks of these models; of a pod without models, if there are none."""
-    return {
-        lock_of(kind, model): is_fenced
-        for model in models or ("",)
-        for kind, is_fenced in KINDS.items()
-    }
-
-
-def with_filed(kinds: Mapping[str, bool], record: LockRecord) -> dict[str, bool]:
-    """`kinds`, and the locks that are held on file although the settings no longer have them:
-    while it lives, its lock is not forgotten."""
-    filed = {name: KINDS.get(kind_of(name), True) for name in record.holders}
-    return filed | dict(kinds)
+def locks_of(models: Sequence[str], record: LockRecord = NOTHING_FILED) -> tuple[str, ...]:
+    """The locks of these models; of a pod without models, if there are none. Also those that are
+    held on file although the settings no longer have them: while it lives, its lock is not
+    forgotten."""
+    filed = (name for name in record.holders if name.startswith(ACTIVE))  # older ones had another
+    return tuple(dict.fromkeys((*map(lock_of, models or ("",)), *filed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +101,6 @@ class Lock:
     """One lock and its queue."""
 
     name: str
-    is_fenced: bool
     state: LockState = LockState.FREE
     holder: Holder | None = None
     waiters: list[Waiter] = field(default_factory=list)

@@ -17,7 +17,7 @@ be read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec
 
@@ -25,7 +25,7 @@ from lockserver.core import events as ev
 from lockserver.core import recovery, sentences
 from lockserver.core.events import Holder, LockEffect, SwitchOverAsked, Wanted
 from lockserver.core.leases import Leases
-from lockserver.core.lock import KINDS, Lock, LockState, Signal, Waiter
+from lockserver.core.lock import Lock, LockState, Signal, Waiter, locks_of
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import (
     LEASE,
@@ -35,8 +35,8 @@ from lockserver.core.supervisors import (
     end_of,
     engine_id_taken,
     holder_of,
+    holds_any,
     next_of,
-    rank,
     refuse,
     twins_of,
 )
@@ -190,19 +190,19 @@ class LockMachine:
         record: ev.LockRecord,
         now_ms: float,
         *,
-        kinds: Mapping[str, bool] = KINDS,
+        models: Sequence[str] = (),
         silent_ms: float = SILENT_MS,
         window_ms: float = WINDOW_MS,
         resumes: bool = False,
         leases: Leases | None = None,
     ) -> None:
         """Start from the record on disk: its holders are `recovering` until they reconnect.
-        `resumes`: there is a gateway, so that one engine may continue another's streams. `leases`:
-        of engines on other hosts."""
+        `models`: each has a lock; without any, the pod has one. `resumes`: there is a gateway, so
+        that one engine may continue another's streams. `leases`: of engines on other hosts."""
         self.ledger = Ledger(record)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
-        self.locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds.items()}
+        self.locks = {name: Lock(name) for name in locks_of(models, record)}
         self.supervisors: dict[str, SupervisorRecord] = {}
         self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
         self.switchovers = Switchovers(resumes=resumes)
@@ -255,19 +255,14 @@ class LockMachine:
         supervisor = self._enrol(want, now_ms)
         if supervisor.is_leased:
             yield self._renew(supervisor, now_ms)
-        self.ledger.reach(max(want.msg.over.values(), default=0))  # it may be lost with the file
+        self.ledger.reach(want.msg.over)  # it may be lost with the file
         yield from self._mark_heard(supervisor, now_ms)
         yield from self._end_unnamed(supervisor, now_ms)
-        refused = False
-        wanted = (self.locks[name] for name in want.msg.locks)
-        # Held locks first: a refusal for another must not leave a holder unconfirmed.
-        for lock in sorted(wanted, key=lambda each: not each.is_held_by(want.msg.incarnation)):
-            for effect in self._ask(lock, want, refused, now_ms):
-                refused = refused or isinstance(effect, ev.RefuseConnection)
-                yield effect
-        if refused:
+        effects = list(self._ask(want, now_ms)) if want.msg.is_wanted else []
+        yield from effects
+        if any(isinstance(each, ev.RefuseConnection) for each in effects):
             self._leave_queues(supervisor.id)
-            if known is None and not rank(supervisor.id, self.locks):
+            if known is None and not holds_any(supervisor.id, self.locks):
                 yield from self._drop(supervisor)  # it was never accepted
         elif is_first:
             yield from tell_holders(supervisor, self.locks, self.supervisors, self.ledger.era)
@@ -303,24 +298,22 @@ class LockMachine:
             if signal is not None:
                 yield from self._lose(lock, signal, now_ms)
 
-    def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[LockEffect]:
-        """One wanted lock: repeat its grant, accept a claim, queue it, or refuse."""
+    def _ask(self, want: Wanted, now_ms: float) -> Iterable[LockEffect]:
+        """The wanted lock: repeat its grant, accept a claim, queue it, or refuse."""
         assert want.msg.incarnation is not None  # checked: no lock is wanted without one
-        claimed = want.msg.tokens.get(lock.name)
+        lock, claimed = self.locks[want.msg.lock], want.msg.token
         is_proven = want.witness_file is not None and want.witness_state is WitnessState.HELD
         is_its_own = lock.is_held_by(want.msg.incarnation)
         is_waiting = any(each.supervisor == want.msg.supervisor for each in lock.waiters)
         if is_its_own and not lock.is_ended:
             yield from self._confirm(lock, want.conn, now_ms)
-        elif refused:
-            return  # the connection is about to close: one reason is enough
-        elif is_its_own and not (lock.is_handed_over and lock.name in want.msg.over):
+        elif is_its_own and not (lock.is_handed_over and want.msg.over):
             yield sentences.incarnation_ended(lock, want)
-        elif claimed is not None and lock.is_unknown and is_proven:
+        elif claimed and lock.is_unknown and is_proven:
             yield from self._claim(lock, want, claimed, now_ms)
-        elif claimed is not None:
+        elif claimed:
             yield sentences.stale_claim(lock, want, claimed)
-        elif want.witness_file is None or (lock.is_fenced and not is_proven):
+        elif not is_proven:
             yield sentences.unproven(lock, want)
         elif not (want.msg.is_leaving or is_waiting):
             waiter = Waiter(want.msg.supervisor, want.msg.engine, want.msg.incarnation, now_ms)
@@ -429,8 +422,6 @@ class LockMachine:
         lock.fire(signal, now_ms)
         if was_held or signal in (Signal.NOT_WANTED, Signal.HANDED_OVER):
             yield sentences.releasing(lock, holder, lock.cause, lock.lost_ms)
-        if not lock.is_fenced and (lock.is_ended or holder.supervisor not in self.supervisors):
-            yield from self._free(lock, now_ms)
 
     # ------------------------------------------------------------------ evidence
 

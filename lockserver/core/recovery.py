@@ -1,7 +1,7 @@
 """How the lock server learns, after its restart and while a supervisor is silent, whether a holder
 lives: what to look at, what it would prove, and what time changes. Decides nothing else.
 
-A holder of a fenced lock is gone when its witness is free **and** its supervisor's pidfd is
+A holder is gone when its witness is free **and** its supervisor's pidfd is
 readable, unless the supervisor itself ended that incarnation, or is silent. A supervisor has no
 record if its process has ended, if its connection closed and there is no pidfd, or if it has not
 connected since a restart. So a witness is worth trying if there is no record, or the lock is ended,
@@ -123,9 +123,9 @@ def scan_frees(
     """The unknown locks that are free if only the witnesses `held` and the serving files `serving`
     are held.
 
-    Each witness must belong to a connected supervisor that does not claim the lock. A fenced one is
-    not free while any serving file is held: who handed it over may not have let go yet. Those
-    that stand for another model are known, and serve under that model's lock.
+    Each witness must belong to a connected supervisor that does not claim the lock. None is free
+    while any serving file is held: who handed it over may not have let go yet. Those that stand
+    for another model are known, and serve under that model's lock.
     """
     doubtful = set(serving) - kept_serving(locks)
     connected = {s.witness: s for s in supervisors.values() if s.conn is not None}
@@ -134,8 +134,8 @@ def scan_frees(
         lock.name
         for lock in locks.values()
         if lock.is_unknown
-        and not (lock.is_fenced and doubtful)
-        and all(owner is not None and lock.name not in owner.said.tokens for owner in owners)
+        and not doubtful
+        and all(owner is not None and not owner.claims(lock.name) for owner in owners)
     ]
 
 
@@ -148,5 +148,5 @@ def kept_witnesses(supervisors: Supervisors) -> frozenset[str]:
 def kept_serving(locks: Locks) -> frozenset[str]:
     """Serving files of the holders on file, which a scan for another lock must not seal: they would
     never wake again under the token that they have."""
-    held = (lock.holder for lock in locks.values() if lock.is_fenced and lock.holder is not None)
+    held = (lock.holder for lock in locks.values() if lock.holder is not None)
     return frozenset(holder.serving.name for holder in held if holder.serving is not None)

@@ -93,8 +93,7 @@ def releasing(lock: Lock, holder: Holder, cause: str | None, lost_ms: float | No
 
 
 def freed(lock: Lock, holder: Holder | None, *, is_handed_over: bool) -> Happened:
-    end = "is gone" if lock.is_fenced else "no longer wants it or is gone"
-    end = "has handed it over" if is_handed_over else end
+    end = "has handed it over" if is_handed_over else "is gone"
     incarnation = holder.incarnation if holder else None
     data = {
         "lock": lock.name,

@@ -11,7 +11,6 @@ from lockserver.core.events import FiledLease, Holder, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, Signal, Waiter
 from lockserver.core.names import ENGINE_ID, INCARNATION, name_of
 from lockserver.messages import WantMsg
-from plumbing.pod.models import model_of
 
 # A pod has a handful; a thousand may wait, at a few KiB each, because a heartbeat scans no others.
 # Each may be remembered until its process ends.
@@ -70,7 +69,10 @@ class SupervisorRecord:
 
     def may_wait_for(self, lock: str) -> bool:
         """A supervisor that was told to end keeps what it holds, and is granted nothing."""
-        return lock in self.said.locks and not self.said.is_leaving
+        return self.said.is_wanted and lock == self.said.lock and not self.said.is_leaving
+
+    def claims(self, lock: str) -> bool:
+        return self.said.token > 0 and lock == self.said.lock
 
     def adopt(self, want: Wanted) -> None:
         """Replace what is known with what `want` says."""
@@ -139,45 +141,33 @@ def _malformed(want: WantMsg, locks: Locks) -> Refusal | None:
     lock that there is not, a wrong flag is the cause."""
     match = INCARNATION.fullmatch(want.incarnation or "")
     is_its_own = match is not None and match["engine"] == want.engine
-    names = want.locks or want.tokens
-    is_sound = (
-        ENGINE_ID.fullmatch(want.engine)
-        and (is_its_own if want.incarnation is not None else not names)
-        and len({model_of(lock) for lock in want.locks}) <= 1
-        and len(set(want.locks)) == len(want.locks)
-    )
-    if not is_sound:
+    is_sound = is_its_own if want.incarnation is not None else not (want.is_wanted or want.over)
+    if not ENGINE_ID.fullmatch(want.engine) or not is_sound or (want.token and not want.is_wanted):
         return "lock.bad_want", f"the `want` of {want.engine!r} contradicts itself: {want}"[:500]
-    unknown = next((lock for lock in (*want.locks, *want.tokens) if lock not in locks), None)
-    if unknown is not None:
+    if want.lock not in locks:
         known = ", ".join(islice(locks, LOCKS_NAMED_MAX))
         more = ", …" if len(locks) > LOCKS_NAMED_MAX else ""
-        why = f"there is no lock named {unknown!r}, only {known}{more}: check --model-name"
+        why = f"there is no lock named {want.lock!r}, only {known}{more}: check --model-name"
         return "lock.unknown_lock", why
-    if not set(want.tokens) <= set(want.locks):
-        return "lock.bad_want", "a `want` must name each lock that it has a token for"
     return None
 
 
 def _handed_over_wrongly(want: Wanted, locks: Locks, token: int) -> Refusal | None:
     """What this `want` says is handed over in place cannot be so. `token`: the largest one that was
     granted, unless a lock's holder is not on file."""
-    for name, over in want.msg.over.items():
-        lock, code = locks.get(name), "lock.bad_want"
-        if lock is None or not lock.is_fenced or want.msg.incarnation is None:
-            why = f"an engine cannot hand the {name!r} lock over in place"
-        elif want.msg.tokens.get(name, over + 1) <= over:
-            why = f"a `want` must not claim the {name} lock with a token that it has handed over"
-        elif over > token and not lock.is_unknown:
-            code = "lock.stale_claim"
-            why = (
-                f"{want.msg.incarnation} has handed the {name} lock over under token {over}, which"
-                f" this server never granted: its last token is {token}"
-            )
-        else:
-            continue
-        return code, why, {"lock": name, "token": over}
-    return None
+    name, over = want.msg.lock, want.msg.over
+    if 0 < want.msg.token <= over:
+        code = "lock.bad_want"
+        why = f"a `want` must not claim the {name} lock with a token that it has handed over"
+    elif over > token and not locks[name].is_unknown:
+        code = "lock.stale_claim"
+        why = (
+            f"{want.msg.incarnation} has handed the {name} lock over under token {over}, which"
+            f" this server never granted: its last token is {token}"
+        )
+    else:
+        return None
+    return code, why, {"lock": name, "token": over}
 
 
 def end_of(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Signal | None:
@@ -186,9 +176,9 @@ def end_of(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Signal |
         return None if lock.is_ended and not lock.is_handed_over else Signal.NOT_WANTED
     if lock.is_ended:
         return None
-    if supervisor.said.over.get(lock.name, 0) >= holder.token:
+    if supervisor.said.over >= holder.token:
         return Signal.HANDED_OVER
-    return None if lock.name in supervisor.said.locks else Signal.NOT_WANTED
+    return None if supervisor.said.is_wanted else Signal.NOT_WANTED
 
 
 def twins_of(want: Wanted, supervisors: Supervisors) -> list[SupervisorRecord]:
@@ -197,13 +187,8 @@ def twins_of(want: Wanted, supervisors: Supervisors) -> list[SupervisorRecord]:
     return [s for s in others if s.engine == want.msg.engine and s.id != want.msg.supervisor]
 
 
-def rank(supervisor_id: str, locks: Locks) -> int:
-    """Which of two supervisors of one engine stays: the one whose locks weigh more.
-
-    Were it enough to hold any lock, two that hold different locks would evict each other forever.
-    """
-    held = [k for k in locks.values() if k.holder and k.holder.supervisor == supervisor_id]
-    return max((1 + lock.is_fenced for lock in held), default=0)
+def holds_any(supervisor_id: str, locks: Locks) -> bool:
+    return any(k.holder and k.holder.supervisor == supervisor_id for k in locks.values())
 
 
 def _misplaced(
@@ -226,12 +211,13 @@ def _misplaced(
         )
     elif known is None and len(supervisors) >= SUPERVISORS_MAX:
         code = "lock.too_many_waiters"
-        if not rank(want.msg.supervisor, locks):  # a holder on file is always let in
+        if not holds_any(want.msg.supervisor, locks):  # a holder on file is always let in
             why = f"the limit of {SUPERVISORS_MAX} supervisors is reached; stop some of them"
     if why is not None:
         return code, why
     twins = twins_of(want, supervisors)
-    if twins and rank(want.msg.supervisor, locks) <= max(rank(twin.id, locks) for twin in twins):
+    may_stay = holds_any(want.msg.supervisor, locks)  # and evict a twin that holds nothing
+    if twins and not (may_stay and not any(holds_any(twin.id, locks) for twin in twins)):
         return engine_id_taken(want.msg.engine, twins[0].want.pid)
     return None
 

@@ -115,9 +115,9 @@ class Switchovers:
         self, asked: SwitchOverAsked, locks: Locks, supervisors: Supervisors
     ) -> tuple[Lock, Holder]:
         lock = locks.get(asked.lock)
-        if lock is None or not lock.is_fenced:
-            fenced = ", ".join(sorted(each.name for each in locks.values() if each.is_fenced))
-            why = f"lock {asked.lock!r} cannot be switched over; only {fenced} can"
+        if lock is None:
+            known = ", ".join(sorted(locks))
+            why = f"lock {asked.lock!r} cannot be switched over; only {known} can"
             raise UnderstudyError("lock.unknown_lock", why)
         other = self.under_way.get(asked.lock)
         if other is not None and not other.is_overdue:
@@ -224,11 +224,10 @@ def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iter
 def tell_standbys(
     locks: Locks, supervisors: Supervisors, era: str, *, resumes: bool
 ) -> list[LockEffect]:
-    """News for the holders of fenced locks, and of those that were told to end, where there is
-    any."""
+    """News for the holders, and of those that were told to end, where there is any."""
     effects: list[LockEffect] = []
     for lock in locks.values():
-        holder = lock.holder if lock.state is LockState.HELD and lock.is_fenced else None
+        holder = lock.holder if lock.state is LockState.HELD else None
         supervisor = supervisors.get(holder.supervisor) if holder is not None else None
         if holder is None or supervisor is None or supervisor.conn is None:
             continue

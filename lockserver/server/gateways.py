@@ -22,7 +22,7 @@ The surprising things about the socket:
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lockserver import schema
@@ -40,7 +40,7 @@ from lockserver.messages import (
 )
 from lockserver.status import Here, wait
 from plumbing.errors import ProtocolError, UnderstudyError, is_shortage
-from plumbing.pod.models import ACTIVE, kind_of
+from plumbing.pod.models import ACTIVE
 from plumbing.service.clock import moment
 from plumbing.service.hosts import bind_one
 from plumbing.text import split_address
@@ -293,10 +293,9 @@ class GatewayDesk:
     # ------------------------------------------------------------------ what they are told
 
     def announce(self, message: GrantedMsg) -> None:
-        if kind_of(message.lock) == ACTIVE:
-            for each in self.gateways.values():
-                each.told.pop(message.lock, None)
-                each.conn.send(message)
+        for each in self.gateways.values():
+            each.told.pop(message.lock, None)
+            each.conn.send(message)
 
     def tick(self, now_ms: float) -> None:
         self.look_for_end()
@@ -318,19 +317,14 @@ class GatewayDesk:
     def _tell(self, gateway: ConnectedGateway) -> None:
         """What a new borrower must know first."""
         gateway.told.clear()
-        for lock in self._served():
+        for lock in self._machine.locks.values():
             if lock.holder is not None and _may_be_served(lock):
                 era = self._machine.ledger.era
                 gateway.conn.send(ev.grant_of(lock.name, lock.holder, era))
         self._tell_idle(gateway)
 
-    def _served(self) -> Iterator[Lock]:
-        """The locks whose holders gateways send requests to."""
-        locks = self._machine.locks.values()
-        return (lock for lock in locks if kind_of(lock.name) == ACTIVE)
-
     def _tell_idle(self, gateway: ConnectedGateway) -> None:
-        for lock in self._served():
+        for lock in self._machine.locks.values():
             if _may_be_served(lock) and not self.is_final:
                 continue
             reason = EVERY_ENGINE_ENDS if self.is_final else _why_idle(lock)[:REASON_CHARS_MAX]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.server.gateways import STATES, GatewayDesk
-from plumbing.pod.models import ACTIVE, kind_of
+from plumbing.pod.models import ACTIVE
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metric, Metrics, Value
 
@@ -82,7 +82,7 @@ class LockMetrics:
                 "lock_unresponsive": supervisor is not None and supervisor.is_silent,
                 "lock_switchover": lock.name in machine.switchovers.under_way,
                 "lock_lease_remaining_seconds": left_ms / 1000,
-                "lock_gateways_accepting": accepting if kind_of(lock.name) == ACTIVE else 0,
+                "lock_gateways_accepting": accepting,
             }
             for name, value in values.items():
                 self._gauges[name].labels(lock=lock.name).set(value)
@@ -98,7 +98,7 @@ class LockMetrics:
             reason = "takeover" if data["contended"] else "same_engine"
             reason = reason if data["previous"] else "first"
             self._grants.labels(lock=data["lock"], reason=reason).inc()
-            if data["contended"] and kind_of(data["lock"]) == ACTIVE:
+            if data["contended"]:
                 fenced_ms = data["fenced_mono_ms"]
                 fence_s = (fenced_ms - data["lost_mono_ms"]) / 1000
                 self._phases.labels(phase="fence").observe(fence_s)

@@ -102,15 +102,12 @@ class Prober:
         locks, known = machine.locks, machine.supervisors
         held, _ = witness.scan(directory)
         serves, longest = witness.scan(directory, SERVING_PREFIX)
-        freed = recovery.scan_frees(locks, known, held, serves)
-        if not freed:
+        if not recovery.scan_frees(locks, known, held, serves):
             return
-        sealed = 0
-        if any(locks[name].is_fenced for name in freed):
-            # The next token is larger than what is over according to the files, too.
-            sealed = max(machine.ledger.token, longest)
-            kept = recovery.kept_serving(locks)
-            serves, _ = witness.scan(directory, SERVING_PREFIX, sealed, kept)
+        # The next token is larger than what is over according to the files, too.
+        sealed = max(machine.ledger.token, longest)
+        kept = recovery.kept_serving(locks)
+        serves, _ = witness.scan(directory, SERVING_PREFIX, sealed, kept)
         kept = recovery.kept_witnesses(known)
         held, _ = witness.scan(directory, PREFIX, witness.SEALED_BYTES, kept)
         self._feed(machine.directory_scanned, held, serves, sealed)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from lockserver import schema, serving, witness
 from lockserver.core import events as ev
 from lockserver.core.leases import LEASE_MS, MARGIN_MS, Leases
-from lockserver.core.lock import LockState, kinds_of, with_filed
+from lockserver.core.lock import LockState, locks_of
 from lockserver.core.machine import SILENT_MS, WINDOW_MS, LockMachine
 from lockserver.core.names import INCARNATION, WitnessState
 from lockserver.core.supervisors import LEASE, SUPERVISORS_MAX, SupervisorRecord
@@ -52,7 +52,7 @@ from lockserver.server.prober import Prober, remove_dead
 from lockserver.state_file import LockStateFile
 from lockserver.status import Here, built, lock_status, supervisor_status
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
-from plumbing.pod.models import ACTIVE, kind_of, model_of
+from plumbing.pod.models import ACTIVE, model_of
 from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import lockserver_socket
 from plumbing.service.clock import SystemClock, rfc3339
@@ -97,7 +97,7 @@ class LockSettings:
     security: Security | None = None  # of `listen`, which needs it
     lease_ms: float = LEASE_MS
     lease_margin_ms: float = MARGIN_MS
-    models: tuple[str, ...] = ()  # each with locks of its own; none: one model without a name
+    models: tuple[str, ...] = ()  # each with a lock of its own; none: one model without a name
 
 
 def room_for_connections() -> int:
@@ -134,7 +134,7 @@ class LockServer:
         self.clock = SystemClock()
         self.started = self.clock.wall()
         self.events = EventLog("lockserver", self.clock)
-        self.metrics = LockMetrics(tuple(kinds_of(settings.models)))
+        self.metrics = LockMetrics(locks_of(settings.models))
         self.http_problem: Callable[[], str | None] = lambda: None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.last_grants: deque[schema.LockLastGrant] = deque(maxlen=LAST_GRANTS)
@@ -197,12 +197,11 @@ class LockServer:
         is_remote = settings.listen is not None
         self.state = LockStateFile(
             settings.directory,
-            kinds := kinds_of(settings.models),
+            locks_of(settings.models),
             models=settings.models,
             may_be_elsewhere=is_remote,
         )
         record = self.state.loaded.record
-        kinds = with_filed(kinds, record)
         leases = Leases(
             clock.now_ms(),
             lease_ms=settings.lease_ms,
@@ -212,7 +211,7 @@ class LockServer:
         self.machine = machine = LockMachine(
             record,
             clock.now_ms(),
-            kinds=kinds,
+            models=settings.models,
             silent_ms=settings.silent_ms,
             window_ms=settings.window_ms,
             resumes=not is_remote,
@@ -280,10 +279,7 @@ class LockServer:
             era=machine.ledger.era,
             token=machine.ledger.token,
             problem=next(filter(None, problems), None),
-            locks={
-                name: lock_status(lock, here, waits if kind_of(name) == ACTIVE else ())
-                for name, lock in machine.locks.items()
-            },
+            locks={name: lock_status(lock, here, waits) for name, lock in machine.locks.items()},
             tcp=None
             if tcp is None
             else schema.LockTcp(
@@ -549,7 +545,7 @@ def ready(server: LockServer) -> Probe:
     locks = server.machine.locks
     lock = locks.get(ACTIVE)
     if lock is None or server.settings.models:
-        held = [k for k in locks.values() if k.is_fenced and k.state is LockState.HELD]
+        held = [k for k in locks.values() if k.state is LockState.HELD]
         engines = {model_of(k.name): k.holder.engine for k in held if k.holder is not None}
         return Probe(bool(held), f"active_{len(held)}_models", {"engines": engines})
     holder = lock.holder

@@ -1,7 +1,7 @@
 """The names that a model has in a pod: its own, its locks', and its places on devices.
 
-A pod without models has the locks `active` and `loader`, and one place on each device, which has
-the device's name. With models each has its own: `active:chat`, `loader:chat`, `HOST-0.chat`.
+A pod without models has the lock `active`, and one place on each device, which has the device's
+name. With models each has its own: `active:chat`, `HOST-0.chat`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from plumbing.errors import UsageError
 
-ACTIVE, LOADER = "active", "loader"
+ACTIVE = "active"
 LOCK_CHARS_MAX = 32  # of a lock's name, on the wire and on file
 NAME_CHARS_MAX = LOCK_CHARS_MAX - len(ACTIVE) - 1
-MODELS_MAX = 100  # two locks each fit into one slot of the lock server's file
+MODELS_MAX = 100  # a lock of each fits into one slot of the lock server's file
 
 # No underscore: it ends a place in the names of files, `gms_HOST-0.chat_weights.sock`.
 NAME_PATTERN = rf"[A-Za-z0-9][A-Za-z0-9.-]{{0,{NAME_CHARS_MAX - 1}}}"
@@ -55,14 +55,9 @@ def model_names(texts: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def lock_of(kind: str, model: str) -> str:
-    """The lock of a kind (`active`, `loader`) of a model; "": of a pod without models."""
-    return f"{kind}:{model}" if model else kind
-
-
-def kind_of(lock: str) -> str:
-    """`active` of `active:chat` and of `active`."""
-    return lock.partition(":")[0]
+def lock_of(model: str) -> str:
+    """The lock of a model, whose holder serves it; "": of a pod without models."""
+    return f"{ACTIVE}:{model}" if model else ACTIVE
 
 
 def model_of(lock: str) -> str:

@@ -93,6 +93,12 @@ def gms_socket(directory: str, device: str) -> str:
     return os.path.join(directory, f"gms_{device}_{WEIGHTS}.sock")
 
 
+def loader_lock(directory: str, model: str) -> str:
+    """The file that the one engine that may write the weights of `model` has locked; "": of a pod
+    without models."""
+    return os.path.join(directory, f"loader_{model}.lock" if model else "loader.lock")
+
+
 def gms_journal(directory: str, device: str, tag: str = WEIGHTS) -> str:
     """The record of what is committed on `device`, for a restarted server."""
     return os.path.join(directory, f"gms_{device}_{tag}.json")

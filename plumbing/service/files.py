@@ -198,7 +198,7 @@ class SlotFile:
         """
         self.path = path
         self._form = form
-        self._fd = _open_locked(path)
+        self._fd = open_locked(path)
         try:
             slots = form.decode(os.pread(self._fd, form.file_bytes + 1, 0))
             self._sequence = max(slot[0] for slot in slots if slot is not None)
@@ -251,10 +251,10 @@ class SlotFile:
 
     def _replace(self, text: bytes) -> None:
         if os.path.lexists(self.path):
-            os.close(_open_locked(self.path))  # BlockingIOError: another process uses it
+            os.close(open_locked(self.path))  # BlockingIOError: another process uses it
             put_aside(self.path)
         self._form.create(self.path, text)
-        fd = _open_locked(self.path)
+        fd = open_locked(self.path)
         os.close(self._fd)
         self._fd, self._sequence = fd, 1  # `create` wrote 0 and 1
 
@@ -277,8 +277,13 @@ def put_aside(path: str) -> str:
     return aside
 
 
-def _open_locked(path: str) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def open_locked(path: str, flags: int = 0) -> int:
+    """Open a file, under an exclusive flock.
+
+    Raises:
+        OSError: it cannot be opened; BlockingIOError: another process has locked it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:

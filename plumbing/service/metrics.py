@@ -120,7 +120,7 @@ class OneHot:
 class Metrics:
     """The metrics of one process. Names are given without the `understudy_` prefix.
 
-    Labels are given with their known values, `{"lock": ("active", "loader")}`, whose product is
+    Labels are given with their known values, `{"phase": ("wake", "serve")}`, whose product is
     exported as zeros from the start; or by name only where values are not known yet: call
     `.labels(…)` once when they are.
     """

@@ -35,7 +35,7 @@ def pod(directory: Path) -> Iterator[Pod]:
 def lock(directory: Path) -> Iterator[StubLock]:
     """A stub lock server that grants everything at once, unless a test sets `auto`."""
     thread = LoopThread()
-    stub = StubLock(str(directory / "lockserver.sock"), auto=("loader", "active"))
+    stub = StubLock(str(directory / "lockserver.sock"), auto=("active",))
     stub.call, stub.run = thread.call, thread.run
     stub.run(stub.start())
     yield stub

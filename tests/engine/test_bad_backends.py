@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 
 import pytest
 
+from plumbing.pod.paths import loader_lock
 from plumbing.service import procfs
-from tests.engine.pod import QUICK
+from tests.engine.pod import QUICK, Engine
 from tests.helpers import open_fds, until
 
 # Hung after 0.3 s, although no standby is ready.
@@ -71,26 +73,39 @@ def test_reconnect_claims_the_token(pod, directory, lock):
     lock.wants.clear()
     lock.run(lock.start())
     want = until(lambda: lock.want, "a want on the new connection")
-    assert want.tokens == {"active": token}
-    assert want.locks == ("active",)
+    assert (want.lock, want.is_wanted, want.token) == ("active", True, token)
     assert engine.state == "active"
 
 
 def test_loader_lock_is_held_from_may_load_to_attached(pod, directory, lock):
-    """The rank waits for the lock, loads, attaches: `loader` is wanted exactly that long."""
-    gate = directory / "gate"
-    lock.auto = ()
-    engine = pod.engine("e-0", "--load", "--load-until", str(gate))
-    want = until(
-        lambda: lock.want if lock.want and lock.want.locks == ("loader",) else None,
-        "the loader lock to be wanted",
-    )
-    assert "waiting for the loader lock" in engine.status()["engine"]["reason"]
-    lock.call(lock.grant, "loader", "e-0", want.incarnation)
-    until(lambda: lock.want.tokens == {"loader": 1}, "the token to be claimed")
+    """The rank waits while another engine has the loader lock, loads, attaches: this engine has the
+    lock exactly that long. No lock server is needed for it."""
+    gate, path = directory / "gate", loader_lock(str(directory), "")
+    lock.run(lock.stop())
+    with open(path, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        engine = pod.engine("e-0", "--load", "--load-until", str(gate))
+        until(lambda: "loader lock" in reason_of(engine), "it to wait")
+    until(lambda: not is_free(path), "the lock to be taken")
     gate.touch()
     engine.until("standby")
-    until(lambda: lock.want.locks == ("active",), "the lock to be wanted")
+    assert is_free(path)
+    lock.run(lock.start())
+    engine.until("active")
+
+
+def reason_of(engine: Engine) -> str:
+    document = engine.status()
+    return str(document["engine"]["reason"]) if document is not None else ""
+
+
+def is_free(path: str) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 @pytest.mark.slow

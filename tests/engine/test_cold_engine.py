@@ -20,7 +20,7 @@ MODEL = ("--model-name", "chat")
 
 @pytest.fixture(autouse=True)
 def locks_of_a_model(lock: StubLock) -> None:
-    lock.auto = ("loader:chat", "active:chat")
+    lock.auto = ("active:chat",)
 
 
 def told(
@@ -48,7 +48,8 @@ def test_engine_of_a_model_uses_the_models_locks_and_tells_a_pool_what_it_must_k
     engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL))
     document = engine.until("active")
     assert document["engine"]["model"] == "chat"
-    until(lambda: lock.want and set(lock.want.tokens) == {"active:chat"}, "its claim")
+    until(lambda: lock.want and lock.want.token, "its claim")
+    assert lock.want.lock == "active:chat"
     with engine.client() as client:
         word = shall(client, None).pool
         assert word is not None

@@ -39,8 +39,8 @@ def loop() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def server(loop) -> Iterator[LeaseServer]:
-    """Grants `active` and `loader` to every engine that wants them."""
-    made = LeaseServer(LEASE_MS, auto=("active", "loader"))
+    """Grants `active` to every engine that wants it."""
+    made = LeaseServer(LEASE_MS, auto=("active",))
     loop.run(made.start())
     yield made
     loop.run(made.stop())
@@ -154,7 +154,7 @@ def test_a_partitioned_holder_has_stopped_before_its_lease_is_over(pod, server, 
     another engine could be granted the lock. Then the server hears again: it is a standby."""
     tree = procfs.descendants(engine.process.pid)
     cut_s = time.monotonic()
-    server.is_deaf, server.auto = True, ("loader",)
+    server.is_deaf, server.auto = True, ()
     until(lambda: not any(map(procfs.is_alive, tree)), "the whole tree to be gone")
     assert time.monotonic() - cut_s < LEASE_MS / 1000
     assert not accepts(pod)

@@ -40,8 +40,9 @@ async def test_forged_messages_affect_only_their_sender(pod: Pod):
         "supervisor": "0" * 16,
         "engine": before.engine,
         "incarnation": active["incarnation"],
-        "locks": ("active",),
-        "tokens": {"active": before.token},
+        "lock": "active",
+        "is_wanted": True,
+        "token": before.token,
     }
     stranger = {**claim, "engine": "engine-9", "incarnation": "engine-9-" + "0" * 16}
     want = lock_messages.WantMsg

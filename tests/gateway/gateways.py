@@ -159,7 +159,7 @@ class StandInEngine:
         self.engine.client._progress = time.monotonic_ns()
         self.engine.on_granted = self._granted
 
-    def _granted(self, lock: str, incarnation: str, token: int) -> None:
+    def _granted(self, incarnation: str, token: int) -> None:
         if incarnation == self.engine.incarnation:  # else another engine's
             self.token = self.http.token = token
 

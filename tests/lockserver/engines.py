@@ -72,8 +72,8 @@ class HearingClient(LockClient):
     def heard(self, what: str) -> list[Any]:
         return [value for key, value in self.told if key == what]
 
-    def granted(self, lock: str, incarnation: str, token: int) -> None:
-        self.told.append(("granted", (lock, incarnation, token)))
+    def granted(self, incarnation: str, token: int) -> None:
+        self.told.append(("granted", (self.lock, incarnation, token)))
 
     def service(self, address: str) -> None:
         self.told.append(("service", address))
@@ -103,20 +103,20 @@ class SupervisorClient(HearingClient):
         self.of = of
         super().__init__(address, **more)
 
-    def granted(self, lock: str, incarnation: str, token: int) -> None:
+    def granted(self, incarnation: str, token: int) -> None:
         if self.of.on_granted is not None:
-            self.of.on_granted(lock, incarnation, token)
-        super().granted(lock, incarnation, token)
-        self.of.hold_on(lock, incarnation, token)
+            self.of.on_granted(incarnation, token)
+        super().granted(incarnation, token)
+        self.of.hold_on(incarnation, token)
 
 
 class Engine:
     """A supervisor with a backend tree. Use as `async with`."""
 
     def __init__(
-        self, directory: str, engine: str, supervisor: str | None = None, **over_tcp: Any
+        self, directory: str, engine: str, supervisor: str | None = None, **more: Any
     ) -> None:
-        """`over_tcp`: `address`, `security` and `ender`, as of `LockClient`."""
+        """`more`: as of `LockClient`, which has a default for `address` here."""
         self.directory = directory
         self.backends: list[subprocess.Popen[bytes]] = []
         self.incarnation: str | None = None
@@ -124,11 +124,11 @@ class Engine:
         self.continuation = ""
         self.client = SupervisorClient(
             self,
-            over_tcp.pop("address", os.path.join(directory, "lockserver.sock")),
+            more.pop("address", os.path.join(directory, "lockserver.sock")),
             engine=engine,
             supervisor=supervisor,
             heartbeat_ms=50,
-            **over_tcp,
+            **more,
         )
         self.on_granted: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -146,10 +146,9 @@ class Engine:
     def connects(self) -> int:
         return len(self.client.heard("connected"))
 
-    def hold_on(self, lock: str, incarnation: str, token: int) -> None:
+    def hold_on(self, incarnation: str, token: int) -> None:
         if incarnation == self.incarnation:
-            held = {lock: token}
-            self.client.set_want(incarnation, self._locks, held, continuation=self.continuation)
+            self.want(self.client.lock, token=token)
 
     def launch(self, processes: int = 1, dirty_mib: int = 0, fate: str = "dies_with_parent") -> str:
         self.incarnation = witness.new_incarnation(self.client.engine)
@@ -158,9 +157,13 @@ class Engine:
         os.close(held)  # a server may remove a witness that nobody holds
         return self.incarnation
 
-    def want(self, *locks: str, tokens: dict[str, int] | None = None) -> None:
-        self._locks = locks
-        self.client.set_want(self.incarnation, locks, tokens, continuation=self.continuation)
+    def want(self, lock: str | None = None, *, token: int = 0) -> None:
+        """`lock`: the one that is wanted, if any is."""
+        assert lock in (None, self.client.lock)
+        is_wanted, continuation = lock is not None, self.continuation
+        self.client.set_want(
+            self.incarnation, is_wanted=is_wanted, token=token, continuation=continuation
+        )
 
     def reap(self) -> None:
         for backend in self.backends:
@@ -175,18 +178,18 @@ class Engine:
         self.incarnation = self.witness = None
         self.want()
 
-    def token(self, lock: str = "active") -> int:
-        mine = [t for name, who, t in self.heard if (name, who) == (lock, self.incarnation)]
+    def token(self) -> int:
+        mine = [token for _, who, token in self.heard if who == self.incarnation]
         return mine[-1] if mine else 0
 
-    async def granted(self, lock: str = "active") -> int:
-        return await auntil(lambda: self.token(lock), f"{self.client.engine} to be granted {lock}")
+    async def granted(self) -> int:
+        return await auntil(self.token, f"{self.client.engine} to be granted its lock")
 
-    async def hold(self, lock: str = "active") -> int:
-        """Launch, request `lock` and wait for the grant; returns its token."""
+    async def hold(self) -> int:
+        """Launch, request the lock and wait for the grant; returns its token."""
         self.launch()
-        self.want(lock)
-        return await self.granted(lock)
+        self.want(self.client.lock)
+        return await self.granted()
 
     async def stand_by(self) -> None:
         """Launch, request `active`, and wait for the first message that names the holder."""
@@ -279,10 +282,9 @@ class EngineProcess:
 async def _main(directory: str, name: str, dirty_mib: int, fate: str) -> None:
     engine = Engine(directory, name)
 
-    def tell(lock: str, incarnation: str, token: int) -> None:
-        if lock == "active":
-            line = {"who": incarnation, "token": token, "mono_ms": time.monotonic() * 1000}
-            print(json.dumps(line), flush=True)
+    def tell(incarnation: str, token: int) -> None:
+        line = {"who": incarnation, "token": token, "mono_ms": time.monotonic() * 1000}
+        print(json.dumps(line), flush=True)
 
     engine.on_granted = tell
     incarnation = engine.launch(processes=2, dirty_mib=dirty_mib, fate=fate)

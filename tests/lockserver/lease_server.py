@@ -40,9 +40,8 @@ class Grants:
 
     def wanted(self, want: WantMsg) -> None:
         self.wants.append(want)
-        for lock in want.locks:
-            if lock in self.auto and want.incarnation is not None:
-                self.grant(lock, want.engine, want.incarnation)
+        if want.is_wanted and want.lock in self.auto and want.incarnation is not None:
+            self.grant(want.lock, want.engine, want.incarnation)
 
     def grant(self, lock: str, engine: str, incarnation: str) -> int:
         """Send the grant to every client; the same incarnation gets the same token again."""

@@ -85,7 +85,7 @@ class Ledger:
 
 
 class Member(HearingClient):
-    """One client; its grants are kept by lock."""
+    """One client."""
 
     def __init__(self, address: str) -> None:
         self.ender = Ledger()
@@ -93,11 +93,11 @@ class Member(HearingClient):
         super().__init__(address, engine="engine-0", heartbeat_ms=50, **tcp)
         self.incarnation = witness.new_incarnation("engine-0")
 
-    def want(self, *locks: str) -> None:
-        self.set_want(self.incarnation, locks)
+    def want(self, *, is_wanted: bool = True) -> None:
+        self.set_want(self.incarnation, is_wanted=is_wanted)
 
-    def granted(self, lock: str, incarnation: str, token: int) -> None:
-        self.told.append((lock, (incarnation, token)))
+    def granted(self, incarnation: str, token: int) -> None:
+        self.told.append(("active", (incarnation, token)))
 
 
 @contextlib.asynccontextmanager
@@ -105,7 +105,7 @@ async def holding(server: LeaseServer) -> AsyncIterator[Member]:
     """A member that was granted `active` by a server that grants it on request."""
     server.auto = ("active",)
     async with running(Member(server.address)) as holder:
-        holder.want("active")
+        holder.want()
         await auntil(lambda: holder.heard("active"), "the grant")
         yield holder
 
@@ -137,13 +137,12 @@ async def beats(server: LeaseServer, count: int = 3) -> None:
 async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
     """Goal: the kernel's timer is armed exactly while `active` is held. Method: waiting, granted,
     renewed, reaped; the timer is due at 80 % of the lease after a message that was sent."""
-    server.auto = ("active", "loader")
     async with running(Member(server.address)) as member:
-        member.want("loader")
-        await auntil(lambda: member.heard("loader"), "the loader's grant")
-        assert member.ender.at_ms is None, "loader is no fenced lock"
-        begun = now_ms()
-        member.want("active")
+        member.want()
+        await beats(server)
+        assert member.ender.at_ms is None
+        begun, server.auto = now_ms(), ("active",)
+        server.hang_up()
         await auntil(lambda: member.heard("active"), "the grant")
         assert member.ender.at_ms is not None
         assert begun <= member.ender.at_ms - 0.8 * LEASE_MS <= now_ms()
@@ -172,7 +171,7 @@ async def test_silent_server_costs_a_holder_its_lease_once(server):
         await beats(server)
         assert len(member.heard("lease_lost")) == 1
         first, member.incarnation = member.incarnation, witness.new_incarnation("engine-0")
-        member.want("active")
+        member.want()
         await auntil(lambda: len(member.heard("active")) >= 2, "another grant")
         assert member.heard("active")[-1] == (member.incarnation, server.token)
         assert first != member.incarnation
@@ -186,7 +185,7 @@ async def test_grant_without_a_valid_lease_is_requested_again(server):
     again. Method: a server that grants but renews nothing, then renews."""
     server.renews, server.auto = False, ("active",)
     async with running(Member(server.address)) as member:
-        member.want("active")
+        member.want()
         await auntil(lambda: len(server.wants) >= 5, "the want to be repeated")
         assert member.heard("active") == []
         assert member.ender.armed == 0
@@ -221,7 +220,7 @@ async def test_silent_connection_is_replaced(server):
     for lease_ms in (LEASE_MS, 3_600_000):
         server.lease_ms, server.is_deaf = lease_ms, False
         async with running(Member(server.address)) as member:
-            member.want()
+            member.want(is_wanted=False)
             await beats(server)
             server.is_deaf = True
             await auntil(lambda: member.heard("lost"), "the silent connection to be closed")

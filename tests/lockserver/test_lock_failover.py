@@ -27,7 +27,7 @@ async def test_failover_dirty_holder_killed_grant_follows_the_end_of_its_process
     async with Engine(pod_dir, "engine-1") as standby:
         await standby.stand_by()
         was_gone: list[bool] = []
-        standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
+        standby.on_granted = lambda who, token: was_gone.append(holder.is_gone())
         assert not holder.is_gone()
         holder.signal(signal.SIGKILL, tree=True)
         assert await standby.granted() == 2
@@ -46,7 +46,7 @@ async def test_failover_supervisor_killed_grant_waits_for_its_orphans(
     async with Engine(pod_dir, "engine-1") as standby:
         await standby.stand_by()
         was_gone: list[bool] = []
-        standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
+        standby.on_granted = lambda who, token: was_gone.append(holder.is_gone())
         holder.signal(signal.SIGKILL, tree=False)
         await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
         lock = server.lock()

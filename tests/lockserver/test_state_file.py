@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from lockserver.core.events import FiledLease, Holder, LockRecord
-from lockserver.core.lock import kinds_of
+from lockserver.core.lock import locks_of
 from lockserver.messages import TOKEN_CLAIMED_MAX
 from lockserver.state_file import FORMATS, NAME, WIDE, LockStateFile, read
 from plumbing.errors import UnderstudyError
@@ -19,7 +19,7 @@ from plumbing.pod.models import MODELS_MAX
 from plumbing.service.files import SLOT_BYTES
 from tests.helpers import free_witness, open_fds, run_command
 
-LOCKS = ("active", "loader")
+LOCKS = ("active",)
 ERA = "0123456789abcdef"
 HOLDER = Holder(
     engine="engine-0",
@@ -69,12 +69,12 @@ def test_state_file_missing_with_witnesses_is_unknown(directory):
     directory."""
     free_witness(directory, HOLDER.incarnation)
     state = LockStateFile(directory, LOCKS)
-    assert state.loaded.record.unknown == {"active", "loader"}
+    assert state.loaded.record.unknown == {"active"}
     assert not state.loaded.is_first
     state.close()
     again = read(directory, LOCKS)
     assert again is not None
-    assert again.record.unknown == {"active", "loader"}
+    assert again.record.unknown == {"active"}
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, SLOT_BYTES, SLOT_BYTES + 1, 2 * SLOT_BYTES - 1])
@@ -83,7 +83,7 @@ def test_state_file_truncated_anywhere_is_unknown_and_kept_aside(directory, size
     write(directory, 5, 6, 7)
     os.truncate(path_of(directory), size)
     state = LockStateFile(directory, LOCKS)
-    assert state.loaded.record.unknown == {"active", "loader"}
+    assert state.loaded.record.unknown == {"active"}
     assert state.loaded.record.holders == {}
     assert state.loaded.aside == path_of(directory) + ".unreadable-1"
     assert os.path.getsize(state.loaded.aside) == size
@@ -238,7 +238,7 @@ def test_state_file_removed_while_open_is_recreated_by_the_next_write(directory,
 
 
 MODELS = ("chat", "coder")
-KINDS = kinds_of(MODELS)
+NAMES = locks_of(MODELS)
 
 
 def head_of(directory):
@@ -252,14 +252,14 @@ def test_file_of_a_pod_without_models_is_rewritten_with_large_slots_once_it_has_
     without models, which reads it and keeps its slots."""
     write(directory, 5, 6)
     assert head_of(directory) == b"understudy-lock 1"
-    state = LockStateFile(directory, KINDS, models=MODELS)
+    state = LockStateFile(directory, NAMES, models=MODELS)
     assert (state.loaded.record, state.loaded.problem) == (record(6), None)
     assert os.path.getsize(state.path) == WIDE.file_bytes
     state.write(record(7))
     state.close()
     assert head_of(directory) == b"understudy-lock 3"  # which an older server refuses to read
     for models in (MODELS, ()):
-        state = LockStateFile(directory, kinds_of(models), models=models)
+        state = LockStateFile(directory, locks_of(models), models=models)
         assert state.loaded.record == record(7)
         assert state.loaded.models == MODELS
         state.close()
@@ -270,19 +270,19 @@ def test_file_of_a_pod_without_models_is_rewritten_with_large_slots_once_it_has_
 def test_large_slots_are_recognised_by_either_first_line(directory):
     """Goal: a spoiled beginning costs no token, and a later version's slot starts no server.
     Method: spoil the first line of the first slot; then put another number on the second one."""
-    state = LockStateFile(directory, KINDS, models=MODELS)
+    state = LockStateFile(directory, NAMES, models=MODELS)
     state.write(record(7))
     state.close()  # in the first slot; the second one has the record from before
     with open(state.path, "r+b") as file:
         file.write(b"?" * 20)
-    found = read(directory, KINDS)
+    found = read(directory, NAMES)
     assert found is not None
     assert (found.form, found.record.era) == (WIDE, state.loaded.record.era)
     with open(state.path, "r+b") as file:
         file.seek(WIDE.slot_bytes)
         file.write(b"understudy-lock 4 ")
     with pytest.raises(UnderstudyError) as caught:
-        LockStateFile(directory, KINDS, models=MODELS)
+        LockStateFile(directory, NAMES, models=MODELS)
     assert caught.value.code == "lock.state_newer"
 
 
@@ -293,18 +293,18 @@ def test_file_of_the_last_version_is_read(directory):
     body = {"schema": 1, "token": 7, "era": ERA, "unknown": []}
     text = msgspec.json.encode({**body, "holders": {"active:chat": holder}, "models": MODELS})
     FORMATS[2].create(os.path.join(directory, NAME), text)
-    state = LockStateFile(directory, KINDS, models=MODELS)
+    state = LockStateFile(directory, NAMES, models=MODELS)
     assert state.loaded.record == LockRecord(7, {"active:chat": HOLDER}, frozenset(), ERA)
     assert (state.loaded.models, state.loaded.problem) == (MODELS, None)
     state.close()
 
 
 def test_largest_pod_fits_its_file(directory):
-    """Goal: what is granted can be written. Method: as many models as there may be, each with two
-    holders that take as much as any can."""
+    """Goal: what is granted can be written. Method: as many models as there may be, each with a
+    holder that takes as much as any can."""
     models = tuple(f"{number:03}".ljust(25, "m") for number in range(MODELS_MAX))
-    kinds = kinds_of(models)
-    state = LockStateFile(directory, kinds, models=models)
+    names = locks_of(models)
+    state = LockStateFile(directory, names, models=models)
     engine, most = "e" * 63, 2**64 - 1
     longest = replace(
         HOLDER,
@@ -317,10 +317,10 @@ def test_largest_pod_fits_its_file(directory):
         lease=FiledLease(3_600_000),
         serving_id=(most, most),
     )
-    holders = dict.fromkeys(kinds, longest)
+    holders = dict.fromkeys(names, longest)
     state.write(LockRecord(TOKEN_CLAIMED_MAX, holders, frozenset(), "0" * 16))
     state.close()
-    found = read(directory, kinds)
+    found = read(directory, names)
     assert found is not None
     assert found.record.holders == holders
     assert found.models == models
@@ -329,7 +329,7 @@ def test_largest_pod_fits_its_file(directory):
 def test_record_that_does_not_fit_is_an_error_of_the_disk_and_not_a_crash(directory):
     """Goal: holders of models that were removed cannot end the server. Method: one that is larger
     than a slot."""
-    state = LockStateFile(directory, KINDS, models=MODELS)
+    state = LockStateFile(directory, NAMES, models=MODELS)
     large = replace(HOLDER, engine="e" * WIDE.slot_bytes)
     with pytest.raises(OSError, match="does not fit"):
         state.write(LockRecord(7, {"active:chat": large}, frozenset(), "0" * 16))

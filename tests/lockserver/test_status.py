@@ -117,7 +117,7 @@ def handed_over():
     shell, file = Shell(), ServingFile(serving_name_of(A), 1, 2)
     shell.feed(want(1, A, "active", serving=file))
     shell.feed(want(2, B, "active"))
-    shell.feed(want(1, A, "active", serving=file, over={"active": 1}))
+    shell.feed(want(1, A, "active", serving=file, over=1))
     return shell
 
 

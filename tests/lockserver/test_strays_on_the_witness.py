@@ -161,7 +161,7 @@ def world(pod_dir, request):
 def standby_in(pod_dir: str, holder: EngineProcess, was_gone: list[bool]) -> Engine:
     engine = Engine(pod_dir, "engine-1")
 
-    def granted(lock: str, incarnation: str, token: int) -> None:
+    def granted(incarnation: str, token: int) -> None:
         if incarnation == engine.incarnation:
             was_gone.append(holder.is_gone())
 

@@ -333,7 +333,7 @@ def test_client_reports_no_grant_up_to_the_token_that_was_handed_over():
     after, and another engine's."""
     own, other = new_incarnation("engine-0"), new_incarnation("engine-1")
     client = HearingClient("nowhere", engine="engine-0")
-    client.set_want(own, ["active"], over={"active": 3})
+    client.set_want(own, is_wanted=True, over=3)
     conn: Any = None
     for who, token in ((own, 3), (other, 4), (own, 5)):
         grant = GrantedMsg("active", who.rpartition("-")[0], who, token)

@@ -20,7 +20,7 @@ A_LONG_TIME_MS = 60_000
 class Hazard(Flag):
     """What may befall a pod."""
 
-    DEATHS = auto()  # of ranks, trees, containers; stops; cut lock connections
+    DEATHS = auto()  # of ranks, trees, containers; stops
     DRIVER = auto()  # calls and journal writes fail
     SERVER = auto()  # servers of devices crash
     SESSIONS = auto()  # connections to a server that lives are cut
@@ -65,8 +65,6 @@ def _deaths(world: World, engine: Engine) -> list[Move]:
         (f"KILL container {name}", engine.kill_container),
         (f"STOP/CONT {name}", lambda: _stop(engine)),
     ]
-    if engine.wire is not None and not engine.wire.is_closed:
-        found.append((f"CUT {name}", lambda: _cut(engine)))
     if engine.ranks and not engine.is_dying:
         rank = world.rng.choice(engine.ranks)
         found.append((f"KILL tree {name}", lambda: engine.fail("killed")))
@@ -84,11 +82,6 @@ def _crashes(world: World, device: SimDevice) -> list[Move]:
 
 def _stop(engine: Engine) -> None:
     engine.is_stopped = not engine.is_stopped
-
-
-def _cut(engine: Engine) -> None:
-    engine.wire.is_closed = True
-    engine.grants.clear()
 
 
 def _lose_journal(device: SimDevice) -> None:

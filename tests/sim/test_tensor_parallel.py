@@ -65,11 +65,8 @@ def test_an_engine_may_die_at_every_step(roles, death):
 class NoLoader(Loading):
     """Roles alone: an engine that may write goes at once."""
 
-    def asked(self, rank: int, ranks: int) -> list[int]:
-        leaves = super().asked(rank, ranks)
-        mine = [rank] if self._role.may_write else []
-        self._waiting.clear()
-        return leaves or mine
+    def permitted(self, *, has_loader: bool) -> list[int]:
+        return super().permitted(has_loader=True)
 
     @property
     def wants_loader(self) -> bool:

@@ -1,17 +1,14 @@
 """Engines of the tensor-parallel simulation: a supervisor each, and the incarnation that it runs.
 
-The way to the weights is the real `Loading`; around it is what `engine.launch` and
-`engine.lock_side` do, one step at a time.
+The way to the weights is the real `Loading`; around it is what `engine/supervisor/incarnation.py`
+does, one step at a time.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from engine.core.loading import Loading, Role
-from lockserver.messages import GrantedMsg
-from tests.sim.loader_service import Wire
 from tests.sim.tp_rank import At, Move, Rank
 
 if TYPE_CHECKING:
@@ -28,15 +25,8 @@ class Engine:
         self.is_dying = False  # everything of this incarnation was killed and is being reaped
         self.loading: Loading | None = None
         self.ranks: list[Rank] = []
-        self.wire: Wire | None = None
-        self.grants: deque[GrantedMsg] = deque()
         self.failures: list[str] = []
-        self._said: object = None
-        self._mourned: str | None = None  # the supervisor that died, for the lock server
-
-    @property
-    def incarnation(self) -> str | None:
-        return self.ranks[0].incarnation if self.ranks else None
+        self._mourned: str | None = None  # the supervisor that died
 
     @property
     def is_whole(self) -> bool:
@@ -67,10 +57,9 @@ class Engine:
         if self.is_stopped:
             return []
         found: list[Move] = []
-        if self.wire is None or self.wire.is_closed:
-            found.append((f"{self.name} connects", self._connect))
-        if self.grants:
-            found.append((f"{self.name} hears a grant", self._hear))
+        wants = self.loading is not None and self.loading.wants_loader
+        if wants and self.world.loader.is_free:
+            found.append((f"{self.name} takes the loader lock", self._take_loader))
         lives = any(rank in self.world.processes for rank in self.ranks)
         if self.ranks and not self.is_dying and any(r.at is At.DYING for r in self.ranks):
             found.append((f"{self.name} notices a death", lambda: self.fail("a rank died")))
@@ -88,68 +77,48 @@ class Engine:
 
     def _start(self) -> None:
         self.supervisor = self._mourned = self.world.new_supervisor()
-        self._said = None
-
-    def _connect(self) -> None:
-        assert self.supervisor is not None
-        self.wire = self.world.loader.connect(self.supervisor, self.grants.append)
-        self._said = None
-        self._say()
 
     def _launch(self) -> None:
         incarnation = self.world.new_incarnation(self.name)
         self.loading = self.world.loading_type(self.role)
         self.ranks = [Rank(self, number, incarnation) for number in range(self.ranks_count)]
         self.world.processes += self.ranks
-        self._say()
 
     def _reaped(self) -> None:
         self.ranks, self.loading, self.is_dying = [], None, False
-        self._say()
+        self.world.loader.leave(self.supervisor)
 
-    def _hear(self) -> None:
-        grant = self.grants.popleft()
-        is_mine = grant.incarnation == self.incarnation
-        if is_mine and self.loading is not None and not self.is_dying:
-            self._let_go(self.loading.granted(grant.token))
-            self._say()
+    def _take_loader(self) -> None:
+        assert self.supervisor is not None
+        assert self.loading is not None
+        self.world.loader.take(self.supervisor)
+        self._let_go()
 
     # ------------------------------------------------------------------ the way to the weights
 
     def rank_asks(self, rank: Rank) -> None:
-        leaves = self.loading.asked(rank.number, self.ranks_count)
-        self._say()
-        self._let_go(leaves)
+        self.loading.asked(rank.number, self.ranks_count)
+        self._let_go()
 
     def rank_attached(self, rank: Rank) -> None:
         assert rank.copy is not None
         objection = self.loading.attached(rank.number, {"version": rank.version})
         if objection is not None:
             self.fail(objection)
-            return
-        self._say()
+        elif not self.loading.wants_loader:
+            self.world.loader.leave(self.supervisor)
 
     def may_go_on(self, rank: Rank) -> bool:
         """Whether a writer may load: where ranks meet at a barrier, once all have their grants."""
         granted = (At.WRITING, At.COMMITTING, At.READING, At.ATTACHED)
         return not self.world.has_barrier or all(other.at in granted for other in self.ranks)
 
-    def _let_go(self, leaves: list[int]) -> None:
-        for number in leaves:
+    def _let_go(self) -> None:
+        has_loader = self.world.loader.holder == self.supervisor
+        for number in self.loading.permitted(has_loader=has_loader):
             rank = self.ranks[number]
             if rank.at is At.ASKING:
                 rank.at, rank.mode = At.LEFT, self.loading.mode
-
-    def _say(self) -> None:
-        """The whole truth to the lock server, if it is another than was said last."""
-        if self.wire is None or self.wire.is_closed:
-            return
-        loading = self.loading
-        is_wanted = loading is not None and loading.wants_loader
-        truth = (self.name, self.incarnation if is_wanted else None)
-        if truth != self._said:
-            self._said = truth
-            self.wire.up.append(truth)
 
     # ------------------------------------------------------------------ its end
 
@@ -172,9 +141,6 @@ class Engine:
         assert self.supervisor is not None
         for rank in self.ranks:
             rank.kill()
-        if self.wire is not None:
-            self.wire.is_closed = True
-        self.world.bury(self.supervisor, list(self.ranks))
-        self.supervisor, self.wire, self.loading = None, None, None
+        self.world.loader.leave(self.supervisor)
+        self.supervisor, self.loading = None, None
         self.ranks, self.is_dying, self.is_stopped = [], False, False
-        self.grants.clear()

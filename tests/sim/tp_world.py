@@ -22,7 +22,7 @@ from gms.core.region import S
 from tests.sim import faults
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import MIB, SLAB_BYTES, Copy, Move, SimDevice
-from tests.sim.loader_service import LoaderService
+from tests.sim.loader_lock import LoaderLock
 from tests.sim.tp_engine import Engine
 from tests.sim.tp_rank import EOF, KEEPS, SLABS, At, Rank
 
@@ -73,10 +73,9 @@ class World:
         self.whole_total = 0
         self._exits: set[str] = set()
         self._sessions: dict[int, Rank] = {}
-        self._dead: list[tuple[str, list[Rank]]] = []  # supervisors whose pidfd is not yet readable
         self._numbers = itertools.count(1)
         self.devices = [self._device(number) for number in range(devices)]
-        self.loader = LoaderService()
+        self.loader = LoaderLock()
         self.engines = [
             Engine(self, f"engine-{number}", role, devices) for number, role in enumerate(roles)
         ]
@@ -133,10 +132,6 @@ class World:
         if isinstance(answer, ev.RefuseRequest):  # the server closes after it
             self.close_session(rank)
 
-    def bury(self, supervisor: str, ranks: list[Rank]) -> None:
-        """Its pidfd is readable now, or for a container's first process once all are gone."""
-        self._dead.append((supervisor, ranks if self.in_container else []))
-
     def may_restart(self, engine: Engine) -> bool:
         """A container starts again once everything in it is dead; a bare process at once."""
         mine = [p for p in self.processes if p.engine is engine]
@@ -157,13 +152,7 @@ class World:
             stale = device.stale(self.version) if Hazard.CHECKPOINT in self.hazards else None
             if stale is not None:
                 found.append((f"DROP on {device.name}", lambda d=device, s=stale: d.drop(s)))
-        for index, (supervisor, ranks) in enumerate(self._dead):
-            if not any(rank in self.processes for rank in ranks):
-                found.append((f"{supervisor[-4:]}'s pidfd", lambda i=index: self._readable(i)))
-        return found + self.loader.moves()
-
-    def _readable(self, index: int) -> None:
-        self.loader.dead.append(self._dead.pop(index)[0])
+        return found
 
     def step(self, fault_rate: float = 0.0) -> bool:
         """One thing happens; False: nothing can."""

@@ -22,7 +22,7 @@ from engine import messages as engine_messages
 from lockserver.client import messages as lock_messages
 from lockserver.client import witness
 from plumbing.pod.messages import EventMsg, StatusReplyMsg, WatchMsg
-from plumbing.pod.models import ACTIVE, lock_of
+from plumbing.pod.models import lock_of
 from plumbing.pod.observers import PeerWatch
 from plumbing.pod.paths import LOCKSERVER_SOCKET, pool_socket
 from plumbing.service.clock import SystemClock
@@ -142,7 +142,7 @@ class Observer:
 
     def _on_lockserver(self, message: Message) -> None:
         self._connected.add(LOCKSERVER)
-        wanted = lock_of(ACTIVE, self._kill.model if self._kill is not None else "")
+        wanted = lock_of(self._kill.model if self._kill is not None else "")
         if isinstance(message, lock_messages.GrantedMsg) and message.lock == wanted:
             self._granted(message.engine, message.token, message.incarnation)
         elif isinstance(message, EventMsg):

@@ -24,7 +24,7 @@ from msgspec import structs
 
 from engine import messages as engine_messages
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
-from plumbing.pod.models import ACTIVE, lock_of
+from plumbing.pod.models import lock_of
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_socket, engine_sockets, pool_socket
 from plumbing.service.clock import SystemClock
@@ -379,7 +379,7 @@ class Drill:
             return None
         engines = self._models[model]
         locks = (await status_of(part_of(self.directory, "lockserver"))).get("locks") or {}
-        holder = (locks.get(lock_of(ACTIVE, model)) or {}).get("holder") or {}
+        holder = (locks.get(lock_of(model)) or {}).get("holder") or {}
         first = holder["engine"] if holder.get("engine") in engines else engines[0]
         engine = next(each for each in engines if (each == first) is not is_shadow)
         supervisor, _ = await self._engine(engine)

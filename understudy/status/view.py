@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gateway.front_text import history, pods_line, pods_table
-from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.text import duration, since, size, table
 from pool import status_text
 
@@ -200,7 +199,7 @@ def _faults(
     if len(set(models)) < len(models):
         faults.append("more than one engine reports that it is active")
     for name, lock in (lockserver.get("locks") or {}).items():
-        if kind_of(name) == ACTIVE and lock.get("problem"):
+        if lock.get("problem"):
             faults.append(f"lock {name}: {lock['problem']}")
     named = engines_by_pid(engines)
     faults += [fault for device in gms for fault in memory_faults(device, named)]

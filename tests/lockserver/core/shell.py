@@ -71,14 +71,15 @@ class Shell:
         return [holder.incarnation for _, holder in found]
 
 
-def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> ev.Wanted:
+def want(conn, incarnation, lock=None, *, engine=None, supervisor=None, **fields) -> ev.Wanted:
+    """`lock`: the one that is wanted, if any is."""
     engine = engine or (incarnation or "engine-0-x").rpartition("-")[0]
     supervisor = supervisor or f"{engine:0>16}"
     witness = (
         WitnessFile(name_of(incarnation), 1, hash(incarnation) % 1000) if incarnation else None
     )
-    msg = WantMsg(supervisor, engine, incarnation, locks, {})
-    said = ("tokens", "continuation", "over", "is_leaving", "succeeds")
+    msg = WantMsg(supervisor, engine, incarnation, lock or "active", lock is not None)
+    said = ("token", "continuation", "over", "is_leaving", "succeeds")
     msg = replace(msg, **{key: fields.pop(key) for key in said if key in fields})
     base = ev.Wanted(
         conn,

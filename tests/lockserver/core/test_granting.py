@@ -9,9 +9,8 @@ from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
-from lockserver.core.names import WitnessState
 from plumbing.errors import InvariantError
-from tests.lockserver.core.shell import A, B, Shell, happened, held_by_a, refused, sent, want
+from tests.lockserver.core.shell import A, B, Shell, happened, held_by_a, sent, want
 
 
 def test_grant_is_on_disk_before_it_is_sent():
@@ -28,13 +27,6 @@ def test_grant_while_one_is_being_written_is_an_invariant():
     machine.wanted(0.0, want(1, A, "active"))
     with pytest.raises(InvariantError):
         machine.time_passed(0.0)
-
-
-def test_refused_lock_is_one_reason_enough():
-    """Goal: one error frame ends a connection. Method: two locks, neither with a witness."""
-    shell = Shell()
-    bad = want(1, A, "active", "loader", witness_file=None, witness_state=WitnessState.UNPROVEN)
-    assert refused(shell.feed(bad)) == ["lock.witness_unproven"]
 
 
 def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives():
@@ -56,16 +48,6 @@ def test_repeated_progress_is_not_a_sign_of_life():
         shell.feed("beaten", 1, 7)
         shell.pass_ms(100)
     assert shell.machine.supervisors[f"{'engine-0':0>16}"].is_silent
-
-
-def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
-    """Goal: the loader lock waits for no witness. Method: both ways to lose it."""
-    shell = Shell()
-    shell.feed(want(1, A, "loader"))
-    shell.feed(want(2, B, "loader"))
-    assert sent(shell.feed(want(1, A))) == [(2, B, 2)]
-    shell.feed(want(1, A, "loader"))
-    assert (1, A, 3) in sent(shell.feed("process_gone", f"{'engine-1':0>16}"))
 
 
 def test_witness_tried_for_another_incarnation_frees_nothing():

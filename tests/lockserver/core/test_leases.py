@@ -50,7 +50,7 @@ def held():
     """engine-0 holds with token 1, on connection 1; engine-1 waits, on connection 2."""
     timed = Timed()
     timed.want(1, A, "active")
-    timed.want(1, A, "active", tokens={"active": 1})
+    timed.want(1, A, "active", token=1)
     timed.want(2, B, "active")
     assert timed.active.holder.incarnation == A
     return timed
@@ -92,7 +92,7 @@ def test_lease_on_file_keeps_the_length_that_its_engine_was_sent(held):
     """Method: 5000 ms on file, 1000 now; the engine sends one message, and then no more."""
     timed = Timed(held.disk, lease_ms=1000)
     timed.pass_ms(2000)
-    answer = timed.want(1, A, "active", tokens={"active": 1})
+    answer = timed.want(1, A, "active", token=1)
     assert [each.lease_ms for each in messages(answer, RenewedMsg)] == [5000]
     timed.pass_ms(SPAN_MS - 100)
     assert timed.active.holder.incarnation == A
@@ -106,12 +106,12 @@ def test_holder_that_is_cut_keeps_the_lock_until_its_lease_has_expired(held):
     held.feed("connection_closed", 1)
     held.beat_for(SPAN_MS - 500, 2)
     assert held.active.state is LockState.RELEASING
-    assert sent(held.want(3, A, "active", tokens={"active": 1})) == [(3, A, 1)]
+    assert sent(held.want(3, A, "active", token=1)) == [(3, A, 1)]
     held.feed("connection_closed", 3)
     done = held.beat_for(SPAN_MS, 2)
     assert "lock.lease_expired" in happened(done)
     assert (2, B, 2) in sent(done)
-    assert refused(held.want(4, A, "active", tokens={"active": 1})) == ["lock.stale_claim"]
+    assert refused(held.want(4, A, "active", token=1)) == ["lock.stale_claim"]
 
 
 def test_another_supervisor_is_refused_until_the_lease_expires(held):

@@ -14,7 +14,7 @@ NAMING = (Signal.GRANTED, Signal.CLAIMED)
 
 
 def lock_in(state: LockState) -> Lock:
-    lock = Lock("active", is_fenced=True)
+    lock = Lock("active")
     if state is not LockState.FREE:
         lock.state, lock.holder = state, HOLDER
     return lock

@@ -21,15 +21,14 @@ def but(wanted: ev.Wanted, **fields) -> ev.Wanted:
     [
         (want(9, A, "nothing"), "lock.unknown_lock"),
         (want(9, A, "active", engine="engine-9"), "lock.bad_want"),
-        (want(9, A, "active", "active"), "lock.bad_want"),
-        (want(9, A, "active:a", "loader:b"), "lock.bad_want"),
-        (want(9, A, tokens={"active": 3}), "lock.bad_want"),
-        (but(want(9, None), locks=("active",)), "lock.bad_want"),
+        (want(9, A, token=3), "lock.bad_want"),
+        (but(want(9, None), is_wanted=True), "lock.bad_want"),
+        (but(want(9, None), over=1), "lock.bad_want"),
         (but(want(9, None), engine="a/b"), "lock.bad_want"),
         (want(9, A, "active", witness_state=WitnessState.FREE), "lock.witness_unproven"),
         (want(9, A, "active", witness_state=WitnessState.UNPROVEN), "lock.witness_unproven"),
-        (want(9, A, "loader", witness_file=None), "lock.witness_unproven"),
-        (want(9, A, "active", tokens={"active": 3}), "lock.stale_claim"),
+        (want(9, A, "active", witness_file=None), "lock.witness_unproven"),
+        (want(9, A, "active", token=3), "lock.stale_claim"),
     ],
 )
 def test_bad_want_is_refused_by_code_and_changes_no_lock(bad, code):
@@ -80,5 +79,5 @@ def test_restart_holder_on_file_is_accepted_although_a_crowd_connected_first():
     shell = restarted(held_by_a())
     for number in range(SUPERVISORS_MAX):
         shell.feed(want(number, f"e{number}-000000000000000a", "active"))
-    shell.feed(want(SUPERVISORS_MAX, A, "active", tokens={"active": 1}))
+    shell.feed(want(SUPERVISORS_MAX, A, "active", token=1))
     assert shell.active.state is LockState.HELD

@@ -6,7 +6,6 @@ from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import recovery
-from lockserver.core.lock import LockState
 from lockserver.core.machine import WINDOW_MS
 from lockserver.core.names import WitnessState, name_of
 from tests.lockserver.core.shell import (
@@ -34,32 +33,22 @@ def test_restart_earlier_waiters_are_sent_the_returning_holder():
 
     shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active"})))
     shell.feed(want(2, B, "active"))
-    told = shell.feed(want(1, A, "active", tokens={"active": 7}))
+    told = shell.feed(want(1, A, "active", token=7))
     assert [e.message.token for e in told if isinstance(e, ev.Announce)] == [7]
 
 
-def test_restart_stale_claim_of_one_lock_confirms_the_other():
-    """Goal: a refusal never strands a lock in recovering. Method: loader on file, active stale."""
-    shell = Shell()
-    shell.feed(want(1, A, "loader"))
-    shell = restarted(shell)
-    effects = shell.feed(want(1, A, "active", "loader", tokens={"active": 9, "loader": 1}))
-    assert refused(effects) == ["lock.stale_claim"]
-    shell.feed("connection_closed", 1)
-    assert shell.machine.locks["loader"].state is LockState.RELEASING
-
-
-LOST = ev.LockRecord(token=8, unknown=frozenset({"active", "loader"}))
+MODELS = ("a", "b")
+LOST = ev.LockRecord(token=8, unknown=frozenset({"active", "active:a", "active:b"}))
 
 
 def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
-    """Goal: writing a grant of one lock does not record another as free. Method: the loader lock
-    settles first."""
-    shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active"})))
-    shell.feed(want(2, B, "loader"))
-    assert shell.disk.holders["loader"].incarnation == B
-    assert shell.disk.unknown == {"active"}
-    assert restarted(shell).active.is_unknown
+    """Goal: writing a grant of one lock does not record another as free. Method: one of two models'
+    locks settles first."""
+    shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active:a"})), models=MODELS)
+    shell.feed(want(2, B, "active:b"))
+    assert shell.disk.holders["active:b"].incarnation == B
+    assert shell.disk.unknown == {"active:a"}
+    assert restarted(shell, models=MODELS).machine.locks["active:a"].is_unknown
 
 
 def test_restart_reports_the_last_holder_of_each_recovering_lock():
@@ -68,8 +57,8 @@ def test_restart_reports_the_last_holder_of_each_recovering_lock():
     (told,) = shell.machine.begin()
     assert told.type == "lock.recovering"
     assert A in told.message
-    first, second = Shell(LOST).machine.begin()
-    assert {first.data["lock"], second.data["lock"]} == {"active", "loader"}
+    first, second = Shell(LOST, models=MODELS).machine.begin()
+    assert {first.data["lock"], second.data["lock"]} == {"active:a", "active:b"}
     assert "is not on file" in first.message
 
 
@@ -84,25 +73,25 @@ def test_restart_disconnected_twin_is_dropped_silently():
     assert list(shell.machine.supervisors) == [f"{'engine-0':0>16}"]
 
 
-def test_restart_of_two_that_hold_different_locks_the_fenced_one_stays():
-    """Goal: they do not evict each other for ever. Method: one id twice, `active` and `loader` on
+def test_restart_of_two_that_hold_different_locks_the_first_one_stays():
+    """Goal: they do not evict each other for ever. Method: one id twice, the locks of two models on
     file, in either order."""
     first, twin = f"{'engine-0':0>16}", "f" * 16
     for order in ((first, twin), (twin, first)):
-        shell = Shell()
-        shell.feed(want(1, A, "active", process="none"))
+        shell = Shell(models=MODELS)
+        shell.feed(want(1, A, "active:a", process="none"))
         shell.feed("connection_closed", 1)
-        shell.feed(want(2, A2, "loader", supervisor=twin, process="none"))
-        shell = restarted(shell)
+        shell.feed(want(2, A2, "active:b", supervisor=twin, process="none"))
+        shell = restarted(shell, models=MODELS)
         wants = {
-            first: want(3, A, "active", tokens={"active": 1}),
-            twin: want(4, A2, "loader", tokens={"loader": 2}, supervisor=twin),
+            first: want(3, A, "active:a", token=1),
+            twin: want(4, A2, "active:b", token=2, supervisor=twin),
         }
-        for supervisor in order:
-            shell.feed(wants[supervisor])
-        assert list(shell.machine.supervisors) == [first]
-        assert shell.active.state is LockState.HELD
-        assert refused(shell.feed(replace(wants[twin], conn=5))) == ["lock.engine_id_taken"]
+        shell.feed(wants[order[0]])
+        for again in (5, 6):
+            late = replace(wants[order[1]], conn=again)
+            assert refused(shell.feed(late)) == ["lock.engine_id_taken"]
+        assert list(shell.machine.supervisors) == [order[0]]
 
 
 def test_unknown_file_keeps_what_connected_supervisors_name():
@@ -120,7 +109,7 @@ def test_unknown_file_keeps_what_connected_supervisors_name():
 def test_unknown_file_claim_is_written_to_both_slots():
     """Goal: losing one slot loses no token. Method: count the writes that one claim causes."""
     shell = Shell(LOST)
-    effects = shell.feed(want(1, A, "active", tokens={"active": 12}))
+    effects = shell.feed(want(1, A, "active", token=12))
     written = [effect.record for effect in effects if isinstance(effect, ev.Persist)]
     assert [record.token for record in written] == [13, 13]
 
@@ -128,11 +117,11 @@ def test_unknown_file_claim_is_written_to_both_slots():
 def test_unknown_file_claim_of_a_free_witness_is_refused():
     """Goal: a token does not prove life. Method: claim with a witness that no process holds."""
     shell = Shell(LOST)
-    claim = want(1, A, "active", tokens={"active": 12}, witness_state=WitnessState.FREE)
+    claim = want(1, A, "active", token=12, witness_state=WitnessState.FREE)
     assert refused(shell.feed(claim)) == ["lock.stale_claim"]
 
 
 def test_unknown_file_without_evidence_is_reported_once():
     """Goal: an operator sees what a lock waits for. Method: nobody connects, and no look ends."""
     shell = Shell(LOST)
-    assert happened(shell.pass_ms(2 * WINDOW_MS)).count("lock.waiting_evidence") == 2  # both locks
+    assert happened(shell.pass_ms(2 * WINDOW_MS)).count("lock.waiting_evidence") == 1

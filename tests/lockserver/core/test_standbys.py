@@ -37,8 +37,8 @@ def test_holder_is_told_whether_the_engine_that_is_next_can_continue_its_streams
     assert continues(shell.feed(want(3, C, "active", continuation="x"))) == []
     assert continues(shell.feed(want(2, B, continuation="y"))) == [True]
     assert continues(shell.feed(want(2, B, "active", continuation="x"))) == []
-    assert continues(shell.feed(want(1, A, "active", tokens={"active": 1}))) == [False]
-    again = want(1, A, "active", tokens={"active": 1}, continuation="x")
+    assert continues(shell.feed(want(1, A, "active", token=1))) == [False]
+    again = want(1, A, "active", token=1, continuation="x")
     assert continues(shell.feed(again)) == [True]
     effects = []
     for beat in range(1, 9):
@@ -121,7 +121,7 @@ def test_holder_that_was_told_to_end_has_a_standby_only_in_an_engine_that_vouche
     shell = Shell()
     shell.feed(want(1, A, "active"))
     assert news(shell.feed(want(2, B, "active"))) == [(1, True, False)]
-    leaves = want(1, A, "active", tokens={"active": 1}, is_leaving=True)
+    leaves = want(1, A, "active", token=1, is_leaving=True)
     effects = shell.feed(leaves)
     assert announced(effects) == [("active", 1, True)]
     assert happened(effects) == ["lock.told_to_end"]

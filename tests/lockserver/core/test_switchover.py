@@ -113,7 +113,7 @@ def test_streams_are_left_to_a_target_that_can_continue_them(gateway, ids, drain
     assert event.data["resume"] is is_resumed
     assert ("continues" in event.message) is is_resumed
     shell.feed("connection_closed", 1)
-    back = want(9, A, "active", tokens={"active": 1}, continuation=ids[0])
+    back = want(9, A, "active", token=1, continuation=ids[0])
     assert resumes(shell.feed(back)) == [is_resumed]
 
 
@@ -261,7 +261,7 @@ def test_holder_on_a_new_connection_is_asked_again():
     asked again once it is back, but not when it merely repeats its want; not when overdue."""
     shell = pod(B)
     ask(shell)
-    assert told(shell.feed(want(1, A, "active", tokens={"active": 1}))) == []
+    assert told(shell.feed(want(1, A, "active", token=1))) == []
     shell.feed("connection_closed", 1)
     assert told(shell.feed(want(5, A, "active"))) == [f"{A} to engine-1"]
     shell.pass_ms(11_000)
@@ -278,7 +278,7 @@ def test_preference_only_moves_one_to_the_front(order, silent, preferred):
     """Goal: a switchover cannot grant to a silent or absent engine, and FIFO holds among the
     others. Method: every queue, compared with the same queue without the engines that may not be
     granted."""
-    lock = Lock("active", is_fenced=True)
+    lock = Lock("active")
     lock.waiters = [Waiter(f"s{n}", f"engine-{n}", f"engine-{n}-x", 0.0) for n in order]
     lock.preferred = None if preferred is None else f"engine-{preferred}"
     supervisors: Any = {f"s{n}": SimpleNamespace(is_silent=n in silent) for n in order}

@@ -28,7 +28,7 @@ def value(metrics, name, **labels):
 def test_known_label_values_are_zeros_before_anything_happened():
     """Goal: never absent, no noise, one prefix; method: scrape at once."""
     metrics = Metrics()
-    locks = {"lock": ("active", "loader")}
+    locks = {"lock": ("active:a", "active:b")}
     metrics.counter("lock_grants_total", "h", locks)
     metrics.histogram("lock_wait_duration_seconds", "h", locks)
     for lock in locks["lock"]:

@@ -198,8 +198,9 @@ class Node:
             supervisor=self.supervisor,
             engine=self.engine,
             incarnation=tree.incarnation if tree else None,
-            locks=("active",) if is_ready else (),
-            tokens={"active": tree.token} if tree and is_ready and tree.token else {},
+            lock="active",
+            is_wanted=is_ready,
+            token=tree.token if tree and is_ready else 0,
             progress=self.progress,
         )
         self.say(line, ("wanted", ev.Wanted(line.id, want, process=LEASE)))
@@ -288,7 +289,7 @@ class Node:
 SILENT_MS = 3000.0
 TICK_MS = 100.0
 DIES_AFTER_WRITE = 0.02  # of all writes
-LOCKS = frozenset({"active", "loader"})
+LOCKS = frozenset({"active"})
 
 
 class Server:

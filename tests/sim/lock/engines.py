@@ -13,7 +13,6 @@ from lockserver.core.names import ServingFile, WitnessFile
 from lockserver.messages import GrantedMsg, StandbyMsg
 from lockserver.witness import name_of
 from plumbing.pod.models import ACTIVE as ACTIVE
-from plumbing.pod.models import LOADER as LOADER
 from plumbing.pod.models import lock_of
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class Tree:
     is_sealed: bool = False
     is_removed: bool = False  # the witness file has been removed
     is_told: bool = False  # it believes that it is active
-    is_loaded: bool = False
     was_held: bool = False  # the witness that the server found when it asked
     is_disowned: bool = False  # a server knows that it is over
     # Where engines hand over in place:
@@ -92,9 +90,9 @@ class Said:
     """A `want` in flight, without what the server will find at the witness."""
 
     tree: Tree | None
-    locks: tuple[str, ...]
-    tokens: dict[str, int]
+    token: int
     over: int = 0
+    is_wanted: bool = True  # where there is a tree
     is_leaving: bool = False
     succeeds: int = 0
     progress: int = 0
@@ -120,7 +118,7 @@ class Sup:
     served: Conn | None = None  # the newest connection on which this server received its messages
     newest: int = -1  # the number of the last one
     tree: Tree | None = None
-    tokens: dict[str, int] = field(default_factory=dict)
+    token: int = 0
     # Where engines are told to end (`engines.py`):
     is_ordered: bool = False  # the order is on its way
     is_leaving: bool = False
@@ -130,12 +128,8 @@ class Sup:
 
     @property
     def active(self) -> str:
-        """The lock `active` of its model."""
-        return lock_of(ACTIVE, self.model)
-
-    @property
-    def loader(self) -> str:
-        return lock_of(LOADER, self.model)
+        """The lock of its model."""
+        return lock_of(self.model)
 
 
 CONTINUATION = "one model, one release"
@@ -192,13 +186,10 @@ class Supervisors:
     def say(self, sup: Sup) -> None:
         if sup.conn is not None and sup.conn.server_open:
             tree = sup.tree
-            locks: tuple[str, ...] = ()
-            if tree is not None:
-                locks = (sup.active,) if tree.is_loaded else (sup.loader,)
-            tokens = {lock: token for lock, token in sup.tokens.items() if lock in locks}
             over = tree.over if tree is not None and self.world.serving.says_over else 0
             sup.beats += 1
-            said = Said(tree, locks, tokens, over, sup.is_leaving, sup.succeeds, sup.beats)
+            more = sup.is_leaving, sup.succeeds, sup.beats
+            said = Said(tree, sup.token, over, True, *more)
             sup.conn.up.append(said)
 
     def beat(self, sup: Sup) -> None:
@@ -239,16 +230,13 @@ class Supervisors:
             if token <= tree.over and self.world.serving.ignores_old_grants:
                 return
             self.world.promises.obeys(tree, token)
-            if tree.is_told and sup.tokens[sup.active] != token:
+            if tree.is_told and sup.token != token:
                 self.give_up(sup)  # its token has changed: it does not know why
                 return
             if not tree.is_told:
                 self.world.serving.wake(tree, token)
-            sup.tokens[sup.active] = token
+            sup.token = token
             tree.is_told = True
-        elif not tree.is_loaded:  # it loads in no time, and releases the lock
-            tree.is_loaded = True
-            self.say(sup)
 
     def see_eof(self, sup: Sup) -> None:
         assert sup.conn is not None
@@ -262,7 +250,6 @@ class Supervisors:
         number = world.next_number()
         incarnation = f"{sup.engine}-{number:016x}"
         tree = Tree(incarnation, WitnessFile(name_of(incarnation), 1, number), sup)
-        tree.is_loaded = sup.loader not in world.server.kinds
         tree.coming = int(world.has_late)
         if world.hand_overs is not None:
             world.serving.equip(tree)
@@ -278,7 +265,7 @@ class Supervisors:
     def reap(self, sup: Sup) -> None:
         """All its own processes are dead: its want no longer names the incarnation."""
         sup.tree, sup.is_killing = None, False
-        sup.tokens.clear()
+        sup.token = 0
         self.say(sup)
 
     def die(self, tree: Tree) -> None:
@@ -381,7 +368,7 @@ class Departures:
             sup.awaits_answer = False
             if news.continues:
                 self.left += 1
-                self.world.promises.left_streams(sup, sup.tokens[sup.active])
+                self.world.promises.left_streams(sup, sup.token)
 
     def stop_waiting(self, sup: Sup) -> None:
         """No answer came in time."""

@@ -120,10 +120,10 @@ class Faults:
         """A want arrives with a token that was never granted to it."""
         machine = self.world.server.machine
         said: Said = conn.up.popleft()
-        active = conn.sup.active
-        if machine is not None and not machine.locks[active].is_unknown and active in said.locks:
+        is_known = machine is not None and not machine.locks[conn.sup.active].is_unknown
+        if is_known and said.tree is not None:
             old = self.world.promises.token_max
-            said.tokens[active] = NEVER_GRANTED if old % 2 else max(1, old - 1)
+            said.token = NEVER_GRANTED if old % 2 else max(1, old - 1)
         self.world.server.hear(conn, said)
 
     # ------------------------------------------------------------------ the server

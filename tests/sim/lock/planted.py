@@ -108,15 +108,14 @@ def unnamed_lives_on(real: Any, self: LockMachine, supervisor: Any, now_ms: floa
 
 
 @CORE.instead("claims-only-when-unreadable", f"{LIVES}|second one|on disk", LockMachine, "_ask")
-def any_claim_is_believed(
-    real: Any, self: LockMachine, lock: Lock, want: ev.Wanted, refused: bool, now_ms: float
-) -> Any:
+def any_claim_is_believed(real: Any, self: LockMachine, want: ev.Wanted, now_ms: float) -> Any:
     """A claim with a token is believed although the state file was readable."""
+    lock = self.locks[want.msg.lock]
     is_other = lock.holder is None or lock.holder.incarnation != want.msg.incarnation
-    if lock.name in want.msg.tokens and is_other and want.witness_state is WitnessState.HELD:
+    if want.msg.token and is_other and want.witness_state is WitnessState.HELD:
         lock.state, lock.holder = LockState.RECOVERING, None
         lock.is_ended = False
-    yield from real(self, lock, want, refused, now_ms)
+    yield from real(self, want, now_ms)
 
 
 @CORE.instead("held-witness-to-ask", "asked with a free witness", LockMachine, "wanted")
@@ -237,8 +236,8 @@ CORE.put("written-again", STUCK, machine, "RETRY_MS", 1e12)
 @HAND_OVER.instead("server-waits-for-the-word", "without its word", recovery, "handed_over")
 def no_word(real: Any, locks: Any) -> Any:
     """The serving file is tried although its holder has not said that it handed over."""
-    fenced = [lock for lock in locks.values() if lock.is_fenced and lock.holder is not None]
-    return [(lock.name, lock.holder) for lock in fenced if lock.holder.serving is not None]
+    held = [lock for lock in locks.values() if lock.holder is not None]
+    return [(lock.name, lock.holder) for lock in held if lock.holder.serving is not None]
 
 
 @HAND_OVER.instead("server-seals", TWO, Server, "seal_serving", seed=35)
@@ -246,7 +245,7 @@ def no_seal(real: Any, self: Server, tree: Tree, token: int) -> None:
     """A serving file that was found free can still be joined for the token that is over."""
 
 
-@HAND_OVER.instead("server-never-unseals", TWO, Server, "perform", seed=265)
+@HAND_OVER.instead("server-never-unseals", TWO, Server, "perform", seed=1660)
 def seal_is_taken_off(real: Any, self: Server, effects: Any) -> None:
     """The next grant takes the seal off."""
     for effect in effects:
@@ -305,7 +304,7 @@ UNVOUCHED = "no engine vouched for them"
 @DEPARTURES.instead("leaver-is-not-granted", LEAVES, SupervisorRecord, "may_wait_for")
 def leaver_is_granted(real: Any, self: SupervisorRecord, lock: str) -> bool:
     """An engine that leaves keeps its place in the queue."""
-    return lock in self.said.locks
+    return self.said.is_wanted and lock == self.said.lock
 
 
 class Everything(int):

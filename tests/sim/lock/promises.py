@@ -15,8 +15,7 @@ from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
 from lockserver.core.names import WitnessState
 from lockserver.messages import StandbyMsg
-from plumbing.pod.models import kind_of
-from tests.sim.lock.engines import ACTIVE, Conn, Said, Sup, Tree
+from tests.sim.lock.engines import Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
     from tests.sim.lock.world import World
@@ -123,7 +122,8 @@ class Promises:
                 past = self.world.trees[holder.incarnation]
                 past.is_disowned |= past is not tree
             holds = tree and holder is not None and holder.incarnation == tree.incarnation
-            if tree is None or lock not in said.locks or (said.is_leaving and not holds):
+            is_wanted = tree is not None and said.is_wanted and lock == sup.active
+            if not is_wanted or (said.is_leaving and not holds):
                 self.asked.pop(key, None)
             elif (
                 holder is not None
@@ -192,8 +192,7 @@ class Promises:
         assert record.token >= self.token_max, f"{record.token} after {self.token_max}"
         self.filed, self.token_max = record.holders, record.token
         for lock, holder in record.holders.items():
-            if kind_of(lock) == ACTIVE:
-                self.filed_active(lock, holder)
+            self.filed_active(lock, holder)
 
     def filed_active(self, lock: str, active: ev.Holder) -> None:
         """Nobody else of the model may be alive, or it has proven that it cannot serve."""
@@ -252,8 +251,7 @@ class Promises:
         sup, tree, mine = place[holder.supervisor]
         assert tree.incarnation == holder.incarnation, f"{holder.incarnation} no longer asks"
         assert not self.is_silent(sup), f"{tree.incarnation} is granted in its silence"
-        if kind_of(lock) == ACTIVE:
-            assert tree.was_held, f"{tree.incarnation} asked with a free witness"
+        assert tree.was_held, f"{tree.incarnation} asked with a free witness"
         for other, _, at in place.values():
             assert at >= mine or not self.is_heard(other), f"{other.engine} was there before"
         del self.asked[lock, sup]

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
 from lockserver.core import recovery
-from lockserver.core.lock import KINDS
+from lockserver.core.lock import locks_of
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.messages import GrantedMsg, StandbyMsg, WantMsg
-from plumbing.pod.models import kind_of
-from tests.sim.lock.engines import ACTIVE, CONTINUATION, Conn, Said, Sup, Tree
+from tests.sim.lock.engines import CONTINUATION, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
     from tests.sim.lock.world import World
@@ -26,8 +25,8 @@ NO_MACHINE = "the server is down"
 
 
 class Server:
-    def __init__(self, world: World, locks: tuple[str, ...]) -> None:
-        self.world, self.kinds = world, {name: KINDS[kind_of(name)] for name in locks}
+    def __init__(self, world: World, models: tuple[str, ...]) -> None:
+        self.world, self.models = world, models
         self.machine: LockMachine | None = None
         self.slots: list[ev.LockRecord | None] = [
             ev.LockRecord(era=FIRST_ERA),
@@ -49,7 +48,7 @@ class Server:
             self.starts += 1
             record = ev.LockRecord(
                 max((slot.token for slot in readable), default=0) + 1,
-                unknown=frozenset(self.kinds),
+                unknown=frozenset(locks_of(self.models)),
                 era=readable[0].era if readable else f"{self.starts:016x}",
             )
             self.slots = [record, record]
@@ -57,7 +56,7 @@ class Server:
         is_first = not self.world.promises.eras
         self.world.promises.era_began(record.era, is_new=is_first or not readable)
         resumes = self.world.departures is not None
-        self.machine = LockMachine(record, self.world.now_ms, kinds=self.kinds, resumes=resumes)
+        self.machine = LockMachine(record, self.world.now_ms, models=self.models, resumes=resumes)
         self.world.promises.server_started()
         self.perform(self.machine.begin())
 
@@ -211,9 +210,10 @@ class Server:
                 sup.id,
                 sup.engine,
                 incarnation=tree.incarnation if tree else None,
-                locks=said.locks,
-                tokens=said.tokens,
-                over={sup.active: said.over} if said.over else {},
+                lock=sup.active,
+                is_wanted=tree is not None and said.is_wanted,
+                token=said.token,
+                over=said.over,
                 continuation=CONTINUATION,
                 is_leaving=said.is_leaving,
                 succeeds=said.succeeds,
@@ -267,8 +267,7 @@ class Server:
     def probe(self, subject: tuple[str, Tree]) -> None:
         lock, tree = subject
         self.seal(tree)
-        if kind_of(lock) == ACTIVE:
-            self.world.promises.freed_by_witness(tree, self.holder_of(lock).token)
+        self.world.promises.freed_by_witness(tree, self.holder_of(lock).token)
         self.feed("witness_free", lock, tree.incarnation)
 
     def holder_of(self, lock: str) -> ev.Holder:
@@ -306,11 +305,10 @@ class Server:
         self.feed("directory_scanned", self.held(), self.serving_held(), self.seal_all_serving())
 
     def seal_all_serving(self) -> int:
-        """Where that frees a fenced lock: the token at which every serving file is sealed."""
+        """Where that frees a lock: the token at which every serving file is sealed."""
         assert self.machine is not None, NO_MACHINE
         held = self.held(), self.serving_held()
-        freed = recovery.scan_frees(self.machine.locks, self.machine.supervisors, *held)
-        if not any(kind_of(lock) == ACTIVE for lock in freed):
+        if not recovery.scan_frees(self.machine.locks, self.machine.supervisors, *held):
             return 0
         kept = recovery.kept_serving(self.machine.locks)
         trees = self.world.trees.values()

@@ -76,7 +76,7 @@ class Serving:
         if tree.is_serving:
             return [(self.hand_over, sup)] if self.world.hand_overs else []
         if tree.is_told:
-            is_up = all(worker.used == sup.tokens[sup.active] for worker in own)
+            is_up = all(worker.used == sup.token for worker in own)
             return [(self.begin_serving, sup)] if is_up else []
         if self.gives_way and tree.over and self.is_unproven(tree):
             return [(self.world.supervisors.give_up, sup)]
@@ -111,16 +111,16 @@ class Serving:
         tree.is_serving, tree.is_resting = False, True
         for worker in tree.workers:
             if not worker.is_child:
-                worker.orders.append((REST, sup.tokens[sup.active]))
+                worker.orders.append((REST, sup.token))
 
     def hand_on(self, sup: Sup) -> None:
         """It says so, and is a standby again."""
         tree = sup.tree
         assert tree is not None
-        tree.over = sup.tokens.pop(sup.active)
+        tree.over, sup.token = sup.token, 0
         tree.is_told = tree.is_serving = tree.is_resting = False
         if not self.says_over and sup.conn is not None:
-            sup.conn.up.append(Said(tree, (), {}, progress=sup.beats))
+            sup.conn.up.append(Said(tree, 0, is_wanted=False, progress=sup.beats))
         self.world.supervisors.say(sup)
 
     # ------------------------------------------------------------------ workers
@@ -197,7 +197,7 @@ class Serving:
                     found.append((self.fork, here))
                 if tree.over and not (worker.orders or worker.held or worker.used):
                     found.append((self.wake_late, here))
-                order = (WAKE, tree.sup.tokens.get(tree.sup.active, 0))
+                order = (WAKE, tree.sup.token)
                 is_waking = worker.orders and worker.orders[0] == order
                 if is_waking and not (worker.held or worker.used):
                     found.append((self.skip, here))

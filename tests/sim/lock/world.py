@@ -15,7 +15,7 @@ import random
 from typing import Any
 
 from plumbing.pod.models import lock_of
-from tests.sim.lock.engines import ACTIVE, LOADER, Conn, Departures, Sup, Supervisors, Tree, Worker
+from tests.sim.lock.engines import Conn, Departures, Sup, Supervisors, Tree, Worker
 from tests.sim.lock.faults import Faults
 from tests.sim.lock.promises import Promises
 from tests.sim.lock.server import Server
@@ -37,7 +37,6 @@ class World:
         engines: int = 2,
         in_container: bool = True,
         has_pidfd: bool = True,
-        locks: tuple[str, ...] = (ACTIVE, LOADER),
         models: tuple[str, ...] = ("",),
         launches_max: int = 1_000_000,
         has_late: bool = True,
@@ -63,7 +62,7 @@ class World:
         self.living: list[Tree] = []  # trees with a process of any kind
         self.trace: list[Any] = []
         self.promises = Promises(self)
-        self.server = Server(self, tuple(lock_of(kind, m) for m in models for kind in locks))
+        self.server = Server(self, tuple(filter(None, models)))
         self.supervisors = Supervisors(self)
         self.serving = Serving(self)
         self.faults = Faults(self)
@@ -120,7 +119,7 @@ class World:
     def is_served(self) -> bool:
         """Whether a living engine of each model has been told that it is active, and the server
         knows."""
-        return all(self.is_model_served(lock_of(ACTIVE, model)) for model in self.models)
+        return all(self.is_model_served(lock_of(model)) for model in self.models)
 
     def is_model_served(self, lock: str) -> bool:
         machine = self.server.machine
@@ -133,7 +132,7 @@ class World:
             and (sup.tree.is_serving or self.hand_overs is None)
             and not sup.tree.is_doomed
             and not sup.tree.is_hurt
-            and sup.tokens.get(lock) == holder.token
+            and sup.token == holder.token
             for sup in self.sups
             if sup.is_alive
         )
