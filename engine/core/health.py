@@ -10,8 +10,9 @@ The surprising things: only progress, or a canary that passed, proves anything, 
 request leaves without progress a canary runs at once, and clients that give up and retry do not
 hide a hang. A hang is measured from when this side *saw* work in flight. And a supervisor that did
 not run itself (stopped, thawed, starved) cannot blame the backend: time without a look does not
-count, and after a long gap every deadline starts again. A parked engine is not asked, which
-would cost an idle machine too much: it is only seen whether its processes are stopped.
+count, and after a long gap every deadline starts again. An engine that is not active is not asked:
+while it is parked, that would cost an idle machine too much, and in other states it has a budget.
+It is only seen whether its processes are stopped.
 
 How long the active engine may show nothing before it counts as hung:
 
@@ -107,21 +108,21 @@ class Action(StrEnum):
     CANARY = "canary"
 
 
-class ParkedHealth:
-    """One parked incarnation. Looks are counted, not time: a supervisor that was stopped together
-    with its backend cannot blame it."""
+class StoppedLooks:
+    """One incarnation that is not active. Looks are counted, not time: a supervisor that was
+    stopped together with its backend cannot blame it."""
 
     def __init__(self) -> None:
         self._looks = 0
 
     def looked(self, stopped: Sequence[str]) -> str | None:
-        """`stopped`: the processes that a signal has stopped; none while it is not parked."""
+        """`stopped`: the processes that a signal has stopped; none while it is active."""
         self._looks = self._looks + 1 if stopped else 0
         if self._looks < STOPPED_LOOKS_MAX:
             return None
         return (
             f"{' and '.join(stopped)} of the backend {'is' if len(stopped) == 1 else 'are'} stopped"
-            " (SIGSTOP), so it could not be woken"
+            " (SIGSTOP)"
         )
 
 

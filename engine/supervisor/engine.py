@@ -15,7 +15,7 @@ from collections.abc import Callable
 from engine.core import events as ev
 from engine.core.events import Command, EngineEvent, Failed, State, WakingStep
 from engine.core.health import Action, GenerationHealth, Patience, Signs
-from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle, Situation
+from engine.core.lifecycle import IllegalEvent, Lifecycle, Situation
 from engine.core.relaunch import Death, Relaunch
 from engine.messages import FaultReportMsg, HealthMsg, HealthyMsg
 from engine.schema import EngineRelaunch
@@ -110,7 +110,7 @@ class Engine(EngineHub):
 
     def _tick(self) -> None:
         if self.incarnation is not None:
-            self.incarnation.tick(is_parked=self.lifecycle.state in PARKED)
+            self.incarnation.tick(is_asked=self.lifecycle.state in (State.ACTIVE, State.DEAD))
         self.pressure.sample(self.clock.now_ms())
         self.after("tick", TICK_MS, self._tick)
 

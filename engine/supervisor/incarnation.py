@@ -28,7 +28,7 @@ from engine.backends import process
 from engine.backends.process import MODEL_ENV, PROGRESS_ENV, ProgressPage
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
-from engine.core.health import ParkedHealth
+from engine.core.health import StoppedLooks
 from engine.core.loading import Loading
 from engine.schema import EngineLastCanary
 from engine.supervisor import leftovers
@@ -119,7 +119,7 @@ class Incarnation:
         )
         self.private_path: str | None = None  # where the backend serves, since it was woken
         self.last_canary: EngineLastCanary | None = None
-        self._parked = ParkedHealth()
+        self._stopped = StoppedLooks()
         self._serving_path = ""
         self._serving: serving.ServingFile | None = None
         self._rest_asked_ms = 0.0
@@ -179,15 +179,16 @@ class Incarnation:
             "TMPDIR": self._temporary,
         }
 
-    def tick(self, *, is_parked: bool) -> None:
-        """Once a second: look for new processes, for what they hold, and whether they run."""
+    def tick(self, *, is_asked: bool) -> None:
+        """Once a second: look for new processes, and, unless its health is asked for, whether they
+        run."""
         try:
             self.tree.scan()
-            stopped = self.tree.stopped() if is_parked else []
+            stopped = [] if is_asked else self.tree.stopped()
             self.problem = None
         except OSError as error:
             stopped, self.problem = [], shortage("look for processes of the backend", error)
-        verdict = self._parked.looked(stopped)
+        verdict = self._stopped.looked(stopped)
         if verdict is not None:
             self._hub.post(Failed("stopped", verdict))
 

@@ -59,6 +59,18 @@ def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
     assert not death["is_rehearsed"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("hangs_at", "state"), [("prepare", "init"), ("wake", "waking")])
+def test_stopped_process_is_found_long_before_the_budget_of_its_state(pod, lock, hangs_at, state):
+    """Goal: SIGSTOP costs seconds, also where the backend is asked nothing and has a minute, or two
+    hours. Method: stop a process while it is on its way."""
+    engine = pod.engine("e-0", "--hang-at", hangs_at, flags=QUICK)
+    engine.until(state)
+    pid, *_ = until(engine.pids, "its processes").values()
+    os.kill(pid, signal.SIGSTOP)
+    engine.until_death(f"(pid {pid})", "stopped")
+
+
 def test_reconnect_claims_the_token(pod, directory, lock):
     """The lock server goes, and no standby is counted on; it comes back: its first want names the
     token."""

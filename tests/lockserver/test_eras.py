@@ -92,6 +92,6 @@ async def test_server_that_lost_everything_begins_an_era_that_engine_and_gateway
         now = ("engine-1", standby.token(), server.status()["era"])
         await auntil(lambda: gateway.grants[-1] == now, "the gateway to be told")
         assert now[2] != era
-        assert standby.client.era_of("active", standby.token()) == now[2]
-        assert standby.client.era_of("active", token) == NO_ERA
+        assert standby.client.era_of(standby.token()) == now[2]
+        assert standby.client.era_of(token) == NO_ERA
         assert standby.refused == gateway.refusals == []
