@@ -43,9 +43,9 @@ class WantMsg(Message, frozen=True, tag="want"):
     witness has its name. `lock`: of its model. `is_wanted`: it waits for the lock, or holds it.
     `token`: under which it believes that it holds it; 0 if it does not. `continuation`: the id of
     what this incarnation would continue streams with (`plumbing.gateway_protocol.Hello`); "" if it
-    cannot. `over`: the token under which this incarnation has handed the lock over in place, or 0:
-    no process of it accepts or maps KV memory under that token, ever again. Said for the rest of
-    its life, also while it waits for the lock anew.
+    cannot, as without a gateway. `over`: the token under which this incarnation has handed the lock
+    over in place, or 0: no process of it accepts or maps KV memory under that token, ever again.
+    Said for the rest of its life, also while it waits for the lock anew.
     `is_leaving`: this supervisor was told to end. It keeps what it holds and is granted nothing.
     `succeeds`: the token of a holder that was told to end, as this supervisor has heard, while
     itself it was not; 0 if there is none.
@@ -84,14 +84,13 @@ class GrantedMsg(Message, frozen=True, tag="granted"):
 
 
 class StandbyMsg(Message, frozen=True, tag="standby"):
-    """Server → holder, after the grant and at every change: whether another engine
-    waits for `lock` that could be granted it at once. To a holder that was never sent this, or has
-    lost the server, there is none.
+    """Server → holder, after the grant and at every change: whether another engine waits for `lock`
+    that could be granted it at once. To a holder that was never sent this, or has lost the server,
+    there is none.
 
     `continues`: the engine that is next can continue the holder's streams, since it has the same
-    continuation id; never over TCP, where no gateway is. `is_settled`: the server knows that the
-    holder was told to end, and so does the engine that is next, which was not told to end itself;
-    or there is none."""
+    continuation id. `is_settled`: the server knows that the holder was told to end, and so does the
+    engine that is next, which was not told to end itself; or there is none."""
 
     lock: LockName
     incarnation: IncarnationId  # the holder's, so that a late message is recognised

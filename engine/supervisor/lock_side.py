@@ -107,12 +107,13 @@ class LockSide(LockClient):
         if named is None:
             self.set_want(None, **leaving)
             return
+        has_gateway = not self._hub.settings.is_remote
         self.set_want(
             named.id,
             # One that leaves keeps what it has, and waits for nothing.
             is_wanted=now.in_line and (now.token > 0 or not now.has_told),
             token=now.token,
-            continuation=named.prepared.continuation if named.prepared is not None else "",
+            continuation=named.prepared.continuation if named.prepared and has_gateway else "",
             over=now.over,  # for the rest of its life
             **leaving,
         )

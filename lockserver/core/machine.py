@@ -174,9 +174,7 @@ def entry(on: On[P]) -> Callable[Concatenate[LockMachine, float, P], list[LockEf
         effects = list(on(self, now_ms, *said, **named))
         effects += self.switchovers.observe(self.locks, now_ms)
         effects += self._free_expired(now_ms)  # afterwards: a switchover must see its release
-        effects += tell_standbys(
-            self.locks, self.supervisors, self.ledger.era, resumes=self.switchovers.resumes
-        )
+        effects += tell_standbys(self.locks, self.supervisors, self.ledger.era)
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
     return happen
@@ -193,19 +191,18 @@ class LockMachine:
         models: Sequence[str] = (),
         silent_ms: float = SILENT_MS,
         window_ms: float = WINDOW_MS,
-        resumes: bool = False,
         leases: Leases | None = None,
     ) -> None:
         """Start from the record on disk: its holders are `recovering` until they reconnect.
-        `models`: each has a lock; without any, the pod has one. `resumes`: there is a gateway, so
-        that one engine may continue another's streams. `leases`: of engines on other hosts."""
+        `models`: each has a lock; without any, the pod has one. `leases`: of engines on other
+        hosts."""
         self.ledger = Ledger(record)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name) for name in locks_of(models, record)}
         self.supervisors: dict[str, SupervisorRecord] = {}
         self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
-        self.switchovers = Switchovers(resumes=resumes)
+        self.switchovers = Switchovers()
         self.leases = leases or Leases(now_ms)
         for lock in recovery.restore(self.locks.values(), record):
             if lock.holder is not None:

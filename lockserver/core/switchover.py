@@ -68,9 +68,7 @@ class Switchover:
 class Switchovers:
     """At most one for each lock."""
 
-    def __init__(self, *, resumes: bool = False) -> None:
-        """`resumes`: there is a gateway, so that one engine may continue another's streams."""
-        self.resumes = resumes
+    def __init__(self) -> None:
         self.under_way: dict[str, Switchover] = {}
 
     def begin(
@@ -98,7 +96,7 @@ class Switchovers:
             is_named=asked.to is not None,
             since_ms=now_ms,
             deadline_ms=now_ms + asked.timeout_ms,
-            resume=self.resumes and not asked.drain and can_continue(source, target),
+            resume=not asked.drain and can_continue(source, target),
         )
         lock.preferred = found.to
         assert source.conn is not None  # checked: it is connected
@@ -221,9 +219,7 @@ def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iter
     yield event(kind, data, why=failure)
 
 
-def tell_standbys(
-    locks: Locks, supervisors: Supervisors, era: str, *, resumes: bool
-) -> list[LockEffect]:
+def tell_standbys(locks: Locks, supervisors: Supervisors, era: str) -> list[LockEffect]:
     """News for the holders, and of those that were told to end, where there is any."""
     effects: list[LockEffect] = []
     for lock in locks.values():
@@ -242,7 +238,7 @@ def tell_standbys(
         if supervisor.said.is_leaving:
             is_settled = standby is None or standby.said.succeeds == holder.token
             standby = standby if is_settled else None
-        continues = resumes and standby is not None and can_continue(supervisor, standby)
+        continues = standby is not None and can_continue(supervisor, standby)
         news = StandbyMsg(lock.name, holder.incarnation, standby is not None, continues, is_settled)
         if lock.told != (supervisor.conn, holder.token, news):
             lock.told = (supervisor.conn, holder.token, news)

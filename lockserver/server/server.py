@@ -214,7 +214,6 @@ class LockServer:
             models=settings.models,
             silent_ms=settings.silent_ms,
             window_ms=settings.window_ms,
-            resumes=not is_remote,
             leases=leases,
         )
         self.here = here = Here(machine, clock, settings.directory)

@@ -31,7 +31,7 @@ def test_holder_is_told_whether_the_engine_that_is_next_can_continue_its_streams
     """Goal: no stream is left for an engine that cannot go on with it. Method: behind a gateway,
     engines with another continuation id, the same one, and none wait behind each other; the first
     leaves, the next falls silent; the holder's own id changes."""
-    shell = Shell(resumes=True, silent_ms=3000.0)
+    shell = Shell(silent_ms=3000.0)
     shell.feed(want(1, A, "active", continuation="x"))
     assert continues(shell.feed(want(2, B, "active", continuation="y"))) == [False]
     assert continues(shell.feed(want(3, C, "active", continuation="x"))) == []
@@ -49,7 +49,7 @@ def test_holder_is_told_whether_the_engine_that_is_next_can_continue_its_streams
 def test_engine_that_a_switchover_prefers_is_the_one_whose_continuation_counts():
     """Goal: what the holder is told is about the engine that will be granted. Method: a switchover
     to the second in the queue, which has the holder's id; the first has none."""
-    shell = Shell(resumes=True)
+    shell = Shell()
     shell.feed(want(1, A, "active", continuation="x"))
     shell.feed(want(2, B, "active"))
     shell.feed(want(3, C, "active", continuation="x"))
@@ -57,14 +57,12 @@ def test_engine_that_a_switchover_prefers_is_the_one_whose_continuation_counts()
     assert continues(shell.feed(asked)) == [True]
 
 
-def test_holder_without_an_id_or_a_gateway_is_never_told_that_it_is_continued():
+def test_holder_without_an_id_is_never_told_that_it_is_continued():
     """Goal: two engines that cannot continue anything are not taken for alike. Method: both without
-    an id behind a gateway; both with one in direct mode."""
-    for options, continuation in (({"resumes": True}, ""), ({}, "x")):
-        shell = Shell(**options)
-        effects = shell.feed(want(1, A, "active", continuation=continuation))
-        effects += shell.feed(want(2, B, "active", continuation=continuation))
-        assert continues(effects) == [False, False]
+    an id."""
+    shell = Shell()
+    effects = [*shell.feed(want(1, A, "active")), *shell.feed(want(2, B, "active"))]
+    assert continues(effects) == [False, False]
 
 
 events = st.one_of(

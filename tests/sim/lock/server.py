@@ -55,8 +55,7 @@ class Server:
             self.world.promises.state_lost(is_whole=not readable)
         is_first = not self.world.promises.eras
         self.world.promises.era_began(record.era, is_new=is_first or not readable)
-        resumes = self.world.departures is not None
-        self.machine = LockMachine(record, self.world.now_ms, models=self.models, resumes=resumes)
+        self.machine = LockMachine(record, self.world.now_ms, models=self.models)
         self.world.promises.server_started()
         self.perform(self.machine.begin())
 
@@ -214,7 +213,7 @@ class Server:
                 is_wanted=tree is not None and said.is_wanted,
                 token=said.token,
                 over=said.over,
-                continuation=CONTINUATION,
+                continuation=CONTINUATION if self.world.departures is not None else "",
                 is_leaving=said.is_leaving,
                 succeeds=said.succeeds,
                 progress=said.progress,
