@@ -127,7 +127,8 @@ class Send(LockEffect, frozen=True):
 
 
 class Announce(LockEffect, frozen=True):
-    """Send the grant to every connected supervisor but the holder's, every gateway and observer."""
+    """Send the grant to every connected supervisor of this lock but the holder's, every gateway and
+    observer."""
 
     supervisor: str  # the holder's
     message: GrantedMsg

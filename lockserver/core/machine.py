@@ -40,7 +40,7 @@ from lockserver.core.supervisors import (
     refuse,
     twins_of,
 )
-from lockserver.core.switchover import Switchovers, tell_holders, tell_standbys
+from lockserver.core.switchover import Switchovers, tell_holder, tell_standbys
 from lockserver.messages import RenewedMsg
 from plumbing.errors import InvariantError
 
@@ -258,11 +258,11 @@ class LockMachine:
         effects = list(self._ask(want, now_ms)) if want.msg.is_wanted else []
         yield from effects
         if any(isinstance(each, ev.RefuseConnection) for each in effects):
-            self._leave_queues(supervisor.id)
+            self._leave_queue(supervisor)
             if known is None and not holds_any(supervisor.id, self.locks):
                 yield from self._drop(supervisor)  # it was never accepted
         elif is_first:
-            yield from tell_holders(supervisor, self.locks, self.supervisors, self.ledger.era)
+            yield from tell_holder(supervisor, self.locks, self.supervisors, self.ledger.era)
 
     def _evict_twins(self, want: Wanted) -> Iterable[LockEffect]:
         """A holder that returns late stays; a supervisor that took its engine's id must leave."""
@@ -286,11 +286,11 @@ class LockMachine:
 
     def _end_unnamed(self, supervisor: SupervisorRecord, now_ms: float) -> Iterable[LockEffect]:
         """Give up what this want no longer names: places in queues, and locks once proven."""
-        for lock in self.locks.values():
-            named = supervisor.incarnation if supervisor.may_wait_for(lock.name) else None
-            lock.remove_waiter(supervisor.id, but=named)
-            if lock.holder is None or lock.holder.supervisor != supervisor.id:
-                continue
+        lock = self.locks[supervisor.lock]
+        lock.remove_waiter(
+            supervisor.id, but=supervisor.incarnation if supervisor.may_wait else None
+        )
+        if lock.holder is not None and lock.holder.supervisor == supervisor.id:
             signal = end_of(lock, lock.holder, supervisor)
             if signal is not None:
                 yield from self._lose(lock, signal, now_ms)
@@ -376,11 +376,11 @@ class LockMachine:
         if supervisor is None:
             return
         self._hang_up(supervisor)
-        self._leave_queues(supervisor.id)
+        self._leave_queue(supervisor)
         if not supervisor.has_process and not self.leases.of(supervisor.id):
             # The connection was all that proved it alive.
             yield from self._drop(supervisor)
-        yield from self._lose_all(supervisor, Signal.CONNECTION_CLOSED, now_ms)
+        yield from self._lose_its(supervisor, Signal.CONNECTION_CLOSED, now_ms)
 
     @entry
     def process_gone(self, now_ms: float, supervisor: str) -> Iterable[LockEffect]:
@@ -394,24 +394,23 @@ class LockMachine:
         if supervisor.conn is not None:  # a copy in another process may keep it open
             yield ev.Close(supervisor.conn, "its supervisor's process has exited")
         yield from self._drop(supervisor)
-        yield from self._lose_all(supervisor, Signal.PROCESS_GONE, now_ms)
+        yield from self._lose_its(supervisor, Signal.PROCESS_GONE, now_ms)
 
     def _drop(self, supervisor: SupervisorRecord) -> Iterable[LockEffect]:
-        self._leave_queues(supervisor.id)
+        self._leave_queue(supervisor)
         self._hang_up(supervisor)
         del self.supervisors[supervisor.id]
         yield ev.Forget(supervisor.id)
 
-    def _leave_queues(self, supervisor_id: str) -> None:
-        for lock in self.locks.values():
-            lock.remove_waiter(supervisor_id)
+    def _leave_queue(self, supervisor: SupervisorRecord) -> None:
+        self.locks[supervisor.lock].remove_waiter(supervisor.id)
 
-    def _lose_all(
+    def _lose_its(
         self, supervisor: SupervisorRecord, signal: Signal, now_ms: float
     ) -> Iterable[LockEffect]:
-        for lock in self.locks.values():
-            if lock.holder is not None and lock.holder.supervisor == supervisor.id:
-                yield from self._lose(lock, signal, now_ms)
+        lock = self.locks[supervisor.lock]
+        if lock.holder is not None and lock.holder.supervisor == supervisor.id:
+            yield from self._lose(lock, signal, now_ms)
 
     def _lose(self, lock: Lock, signal: Signal, now_ms: float) -> Iterable[LockEffect]:
         holder, was_held = lock.holder, lock.state is LockState.HELD

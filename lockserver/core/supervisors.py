@@ -45,6 +45,11 @@ class SupervisorRecord:
         return self.want.msg.engine
 
     @property
+    def lock(self) -> str:
+        """The lock of its model, which it never changes."""
+        return self.want.msg.lock
+
+    @property
     def incarnation(self) -> str | None:
         return self.want.msg.incarnation
 
@@ -67,12 +72,13 @@ class SupervisorRecord:
         read, in any order."""
         return want.msg.progress < self.progress
 
-    def may_wait_for(self, lock: str) -> bool:
+    @property
+    def may_wait(self) -> bool:
         """A supervisor that was told to end keeps what it holds, and is granted nothing."""
-        return self.said.is_wanted and lock == self.said.lock and not self.said.is_leaving
+        return self.said.is_wanted and not self.said.is_leaving
 
     def claims(self, lock: str) -> bool:
-        return self.said.token > 0 and lock == self.said.lock
+        return self.said.token > 0 and lock == self.lock
 
     def adopt(self, want: Wanted) -> None:
         """Replace what is known with what `want` says."""
@@ -197,10 +203,11 @@ def _misplaced(
     """This `want` cannot be from whom it claims, or there is no room for its sender."""
     known = sender or supervisors.get(want.msg.supervisor)
     code, why = "lock.identity_changed", None
-    if known is not None and (known.id, known.engine) != (want.msg.supervisor, want.msg.engine):
+    who = want.msg.supervisor, want.msg.engine, want.msg.lock
+    if known is not None and (known.id, known.engine, known.lock) != who:
         why = (
             f"this connection belongs to supervisor {known.id} of {known.engine} and cannot be used"
-            " for another one"
+            f" for another one, or for another lock than {known.lock}"
         )
     elif (
         known is not None and known.has_process and want.pid and known.want.pid not in (0, want.pid)

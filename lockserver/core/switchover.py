@@ -246,15 +246,15 @@ def tell_standbys(locks: Locks, supervisors: Supervisors, era: str) -> list[Lock
     return effects
 
 
-def tell_holders(
+def tell_holder(
     supervisor: SupervisorRecord, locks: Locks, supervisors: Supervisors, era: str
 ) -> Iterable[LockEffect]:
-    """Who holds which lock, for a supervisor that has just connected."""
+    """Who holds its lock, for a supervisor that has just connected."""
     assert supervisor.conn is not None
-    for lock in locks.values():
-        holder = lock.holder if lock.state is LockState.HELD else None
-        if holder is not None and holder.supervisor != supervisor.id:
-            other = supervisors.get(holder.supervisor)
-            is_leaving = other is not None and other.said.is_leaving
-            message = grant_of(lock.name, holder, era, is_leaving=is_leaving)
-            yield ev.Send(supervisor.conn, message)
+    lock = locks[supervisor.lock]
+    holder = lock.holder if lock.state is LockState.HELD else None
+    if holder is not None and holder.supervisor != supervisor.id:
+        other = supervisors.get(holder.supervisor)
+        is_leaving = other is not None and other.said.is_leaving
+        message = grant_of(lock.name, holder, era, is_leaving=is_leaving)
+        yield ev.Send(supervisor.conn, message)

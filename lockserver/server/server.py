@@ -472,7 +472,8 @@ class LockServer:
         self.gateways.announce(message)  # first: clients wait for what it resumes
         for supervisor in self.machine.supervisors.values():
             conn = self.conn_of(supervisor)
-            if conn is not None and supervisor.id != effect.supervisor:
+            is_another = supervisor.id != effect.supervisor and supervisor.lock == message.lock
+            if conn is not None and is_another:
                 conn.send(message)
         self._wire.tell_observers(message)
 

@@ -200,8 +200,8 @@ def strangers_do_not_count(real: Any, locks: Any, known: Any, held: Any, serving
 GONE = "known dead|KeyError|AssertionError"
 
 
-@CORE.instead("disconnected-leave", GONE, LockMachine, "_leave_queues")
-def the_disconnected_wait_on(real: Any, self: LockMachine, supervisor_id: str) -> None:
+@CORE.instead("disconnected-leave", GONE, LockMachine, "_leave_queue")
+def the_disconnected_wait_on(real: Any, self: LockMachine, supervisor: Any) -> None:
     """A disconnected waiter keeps its place in the queue."""
 
 
@@ -301,10 +301,10 @@ VOUCHES = "vouches, and was told to end"
 UNVOUCHED = "no engine vouched for them"
 
 
-@DEPARTURES.instead("leaver-is-not-granted", LEAVES, SupervisorRecord, "may_wait_for")
-def leaver_is_granted(real: Any, self: SupervisorRecord, lock: str) -> bool:
+@DEPARTURES.rule("leaver-is-not-granted", LEAVES)
+def leaver_is_granted(patch: Patch) -> None:
     """An engine that leaves keeps its place in the queue."""
-    return self.said.is_wanted and lock == self.said.lock
+    patch.setattr(SupervisorRecord, "may_wait", property(lambda self: self.said.is_wanted))
 
 
 class Everything(int):
