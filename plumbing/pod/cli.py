@@ -28,7 +28,7 @@ from plumbing.pod.messages import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
 from plumbing.pod.paths import DIR
 from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.process import raise_fd_limit
-from plumbing.text import to_json
+from plumbing.text import one_line, to_json
 from plumbing.wire.messages import Catalogue
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ def show_status(look: Callable[[], Look], *, as_json: bool, watch: bool = False)
             click.echo(to_json(seen.document) if as_json else f"{_watched(seen)}\n")
             time.sleep(WATCH_S)
     seen = look()
-    click.echo(to_json(seen.document, indent=2) if as_json else seen.text)
+    click.echo(to_json(seen.document, indent=2) if as_json else _shown(seen.text))
     if seen.offline is not None:
         fail(seen.offline)  # on stderr alone: stdout has its one document
     return seen
@@ -189,8 +189,13 @@ def show_status(look: Callable[[], Look], *, as_json: bool, watch: bool = False)
 def _watched(seen: Look) -> str:
     """The text, and the reason for an offline view: a watch prints on stdout alone."""
     if seen.offline is None or seen.offline.message in seen.text:
-        return seen.text
-    return f"{seen.text}\n{seen.offline.message}"
+        return _shown(seen.text)
+    return _shown(f"{seen.text}\n{seen.offline.message}")
+
+
+def _shown(text: str) -> str:
+    """`text`, which may quote any process, as lines that steer no terminal."""
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 def add_status(
@@ -215,7 +220,7 @@ def show_event(record: dict[str, Any], *, as_json: bool) -> None:
         click.echo(to_json(record))
     else:
         source, kind = record["source"], record["type"]
-        click.echo(f"{record['ts']}  {source:<11}  {kind:<20}  {record['message']}")
+        click.echo(one_line(f"{record['ts']}  {source:<11}  {kind:<20}  {record['message']}"))
 
 
 def events_of(path: str, catalogue: Catalogue, *, follow: bool = False) -> Iterator[dict[str, Any]]:

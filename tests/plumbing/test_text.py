@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from plumbing.errors import UnderstudyError
+from plumbing.pod.cli import Look, show_event, show_status
 from plumbing.service.files import read_json, write_atomic
 from plumbing.service.http import _json
 from plumbing.service.log import JsonFormatter
@@ -52,3 +53,12 @@ NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 def test_durations_have_at_most_two_units_and_since_whole_seconds(ms: int, text: str, ago: str):
     assert duration(ms) == text
     assert since((NOW - timedelta(milliseconds=ms)).isoformat(), NOW) == ago
+
+
+def test_what_a_process_says_of_itself_steers_no_terminal(capsys: pytest.CaptureFixture[str]):
+    event = {"ts": "now", "source": "pod", "type": "a.b", "message": "x\x1b[2J\ny"}
+    show_event(event, as_json=False)
+    show_status(lambda: Look({}, "one\x9b\ntwo"), as_json=False)
+    event_line, *status = capsys.readouterr().out.splitlines()
+    assert event_line.endswith("x\\x1b[2J\\ny")
+    assert status == ["one\\x9b", "two"]
