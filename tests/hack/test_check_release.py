@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.backends.vllm.contracts import Sources
+from engine.backends.vllm.contracts import CONTRACTS, HERE, Sources
 from hack.vllm.check_release import broken_lines, changed_lines
 
 SAMPLER = "v1/worker/gpu/sample/sampler.py"
@@ -38,3 +38,8 @@ def test_a_broken_contract_says_what_an_engine_does_without(tmp_path: Path):
     for lost in ("streams end", "no KV block", "do not sleep", "may not start"):
         assert any(lost in each for each in found)
     assert {each.partition(":")[0] for each in found} == {"broken with V1", "broken with V2"}
+
+
+def test_contracts_name_files_of_ours_that_exist():
+    """Whoever reads a report must find the file that needs what is broken."""
+    assert {user for user in CONTRACTS if not (Path(HERE) / user).exists()} == set()
