@@ -11,14 +11,14 @@ TORCH_INDEX ?=
 ARGS ?=
 SEED ?= 1
 RUNS ?= 10000
-# Parallel test processes, three for two cores: tests of processes wait a good part of their time.
-# 0 runs the tests in one process, for a debugger.
-WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
+# Parallel test processes, two for each core: tests of processes wait for more than half of their
+# time. 0 runs the tests in one process, for a debugger.
+WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 # Tests and drills start thousands of Python processes: keep the compiled sources.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm style types test test-all coverage test-core test-system test-vllm test-vllm-full fuzz sim drill drill-pool drill-vllm bench bench-gateway bench-pool bench-lock sweep kv-kills device-check docs manifests image clean
+.PHONY: help setup setup-vllm style types test test-all coverage coverage-lock coverage-wire test-core test-system test-vllm test-vllm-full fuzz sim drill drill-pool drill-vllm bench bench-gateway bench-pool bench-lock sweep kv-kills device-check docs manifests image clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,9 +71,13 @@ test-all: setup ## all tests that need neither a GPU nor vLLM, the slow ones inc
 LOCK_TESTS = tests/lockserver/core tests/sim/lock tests/sim/lease tests/sim/test_listener_simulation.py
 WIRE_TESTS = tests/plumbing/wire tests/lockserver/test_lease_client.py tests/lockserver/test_over_tcp.py \
 	tests/gateway/server/test_fleet.py
-coverage: setup ## branch coverage by their own tests: the lock's core 100 %, the wire 98 %
+coverage: coverage-lock coverage-wire ## branch coverage by their own tests: the lock's core 100 %, the wire 98 %
+
+coverage-lock: setup
 	$(DEVELOP) $(PY) -m coverage run --data-file=.coverage.lock --branch --source=lockserver/core -m pytest -q -m "not slow" $(LOCK_TESTS)
 	$(PY) -m coverage report --data-file=.coverage.lock --show-missing --skip-covered --fail-under=100
+
+coverage-wire: setup
 	$(DEVELOP) $(PY) -m coverage run --data-file=.coverage.wire --branch --source=plumbing/wire -m pytest -q -m "not slow" $(WIRE_TESTS)
 	$(PY) -m coverage report --data-file=.coverage.wire --show-missing --skip-covered --fail-under=98
 
