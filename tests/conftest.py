@@ -10,8 +10,8 @@ quarter less of the machine.
 Hypothesis judges no test by its speed: on a busy machine an example may take longer than 200 ms,
 and less when it is repeated.
 
-The simulations come first: each of their files keeps one test process busy for minutes, and at the
-end the others would wait for it.
+The simulations come first, then the files that have slow tests: each keeps one test process busy
+for long, and at the end the others would wait for it.
 
 A test that fails prints the last events of the pods that it has run, in the order of time: CI keeps
 no logs of theirs.
@@ -58,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: SIMULATIONS not in item.path.parents)
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: (SIMULATIONS not in item.path.parents, item.path not in slow))
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
