@@ -2,6 +2,7 @@
 
 Method: a real engine behind the backend's gate for each of vLLM's model runners, asked as a gateway
 asks, in float32; some cuts of the matrix of `tests/vllm/resume_matrix`, and what it has no row for.
+Then a second engine, for another pod: some cuts of `tests/vllm/fleet_cuts`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from http.client import IncompleteRead
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import pytest
 from hack import v2_on_cpu
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Journal
+from tests.vllm import fleet_cuts
 from tests.vllm.resume_matrix.__main__ import try_rows
 from tests.vllm.resume_matrix.client import Engine, running_engine
 from tests.vllm.resume_matrix.rows import all_rows
@@ -28,6 +31,7 @@ ROWS = [name for name, row in KINDS.items() if row.is_resumed]
 # As long as vLLM has its old runner.
 V1_ROWS = ROWS[:20] if find_spec("vllm.v1.worker.gpu_model_runner") else []
 CUTS = {"v2": 2, "v1": 1}  # of each row; `make test-vllm-full` tries all
+FLEET_CUTS = [(0, 0), (1, 40), (fleet_cuts.TOKENS // 2, 0), (fleet_cuts.TOKENS, 40)]
 AT_ONCE = 40
 ASKED = {"model": "m", "prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 STREAM = {**ASKED, "stream": True}
@@ -35,9 +39,15 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By the first engine. Answers have a fingerprint, of where the model is, too."""
+    return tmp_path_factory.mktemp("vllm") / "model"
+
+
+@pytest.fixture(scope="module")
+def engine(made_model: Path) -> Iterator[Engine]:
     """With the runner of all tests."""
-    with running_engine((), {}) as found:
+    with running_engine((), {}, made_model) as found:
         yield found
 
 
@@ -123,6 +133,21 @@ def test_a_journal_that_cannot_be_is_an_error_of_one_request(
     assert b"error" in found.body
     assert b": end" not in found.body
     assert engine.ask(STREAM).is_whole
+
+
+@pytest.fixture(scope="module")
+def other_engine(made_model: Path) -> Iterator[Engine]:
+    with running_engine((), {}, made_model) as found:
+        yield found
+
+
+@pytest.mark.parametrize("row", fleet_cuts.ROWS)
+async def test_a_stream_whose_pod_is_killed_goes_on_in_another_one(
+    row: str, engine: Engine, other_engine: Engine, tmp_path_factory: pytest.TempPathFactory
+):
+    """As it would have gone on in the one that was killed; greedy and with a seed."""
+    base, paths = tmp_path_factory.mktemp("f"), (engine.path, other_engine.path)
+    assert await fleet_cuts.try_row(base, paths, fleet_cuts.ROWS[row], FLEET_CUTS) == {}
 
 
 def test_a_handover_cuts_streams_behind_a_whole_group(engine: Engine):
