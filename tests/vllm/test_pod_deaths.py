@@ -1,7 +1,7 @@
 """Deaths and stops of vLLM's processes in a pod of two engines of two ranks, under load.
 
 One pod for all of them: a restarted engine imports vLLM four times. The load ends before that, so
-that it takes only seconds; each test waits for the restart.
+that it takes only seconds. Each test waits for the restart, but for the last one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
 from engine.supervisor.tree import HELPERS
 from gms.upkeep import drop_kv
 from plumbing.errors import RemoteError
 from plumbing.pod.paths import engine_http_socket
 from tests.e2e.fence import assert_witness_fences
-from tests.e2e.pods import CLIENTS, Pod, PodHome, in_pod
+from tests.e2e.pods import CLIENTS, Pod, in_pod
 from tests.e2e.processes import Processes
 from tests.e2e.switching import switch
 from tests.helpers import POLL_S, auntil
@@ -38,25 +40,26 @@ Strike = Callable[[Pod, Whole, Processes], Awaitable[None]]
 BOTH_SEEN = ("child_exit", "backend_fault")
 
 
-def test_death_of_a_process_is_a_takeover_without_refusals(home: PodHome):
+@pytest.mark.parametrize(
+    ("target", "number", "cause"),
+    [("api", signal.SIGKILL, "child_exit"), ("core", signal.SIGSTOP, "unhealthy")],
+)
+@in_pod
+async def test_process_that_dies_or_hangs_is_fenced_and_replaced_without_refusals(
+    pod: Pod, target: str, number: int, cause: str
+):
     """Goal: whichever process dies, the other engine gives the same answers, after the old one is
-    gone, and without leftovers in shared memory. Method: SIGKILL under load to the process that
-    says what vLLM says; pidfds, tokens. The next tests kill a worker and stop a core."""
-    home.run(lambda pod: taken_over(pod, "api", send(signal.SIGKILL), "child_exit"))
+    gone, and without leftovers in shared memory; no token for a while is a death. Method: under
+    load, SIGKILL to the process that says what vLLM says, and SIGSTOP to one that cannot die by
+    itself: the supervisor kills it. The last test kills a worker."""
 
+    async def strike(pod: Pod, before: Whole, victim: Processes) -> None:
+        victim.signal(number)
 
-def test_process_that_hangs_is_detected_fenced_and_replaced(home: PodHome):
-    """Goal: no token for a while is a death. Method: SIGSTOP under load; the supervisor kills what
-    cannot die by itself."""
-    home.run(lambda pod: taken_over(pod, "core", send(signal.SIGSTOP), "unhealthy"))
-
-
-def test_death_of_a_worker_is_a_takeover_and_no_stream_is_completed(home: PodHome):
-    """Goal: as with any other process; and the gateway never takes a stream that its engine's
-    death broke for a whole answer. Method: SIGKILL a worker in mid-stream, under load, while the
-    supervisor is stopped, so that vLLM has all the time it needs to send its error event and
-    `[DONE]`; read the bytes to their end."""
-    home.run(lambda pod: taken_over(pod, "worker", cut_a_stream, *BOTH_SEEN))
+    before = await taken_over(pod, target, strike)
+    after = await pod.whole_after(before.token)
+    assert after.standbys == (before.engine,)
+    assert (await pod.engine(before.engine))["deaths"][-1]["cause"] == cause
 
 
 @in_pod
@@ -87,13 +90,6 @@ async def test_signals_of_a_host_that_stops_everything_reach_no_process_of_vllm(
             load.lost_nothing(before.token)
     assert await pod.incarnations() == engines
     assert [await pod.engine_tree(name) for name in (before.engine, *before.standbys)] == trees
-
-
-def send(number: int) -> Strike:
-    async def strike(pod: Pod, before: Whole, victim: Processes) -> None:
-        victim.signal(number)
-
-    return strike
 
 
 async def cut_a_stream(pod: Pod, before: Whole, victim: Processes) -> None:
@@ -137,8 +133,9 @@ def read_a_cut_stream(path: str, kill_it: Callable[[], None]) -> bytes:
     return seen
 
 
-async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> None:
-    """Strike a process of the active engine; the pod is whole again after it."""
+async def taken_over(pod: Pod, target: str, strike: Strike) -> Whole:
+    """Strike a process of the active engine, and wait until the other one serves; the pod as it was
+    before."""
     before = await pod.whole()
     backend = (await pod.engine(before.engine))["backend"]
     assert set(backend["pids"]) == {"api", "core", "worker", "worker-1"}
@@ -157,9 +154,7 @@ async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> Non
         assert grants.made[0].engine in before.standbys
         assert not grants.made[0].alive
     await auntil(lambda: not any(map(os.path.exists, names)), "shared memory to be given back")
-    after = await pod.whole_after(before.token)
-    assert after.standbys == (before.engine,)
-    assert (await pod.engine(before.engine))["deaths"][-1]["cause"] in causes
+    return before
 
 
 @in_pod
@@ -186,31 +181,36 @@ async def test_switchover_loses_and_refuses_no_request(pod: Pod):
 
 
 @in_pod
-async def test_blocks_of_which_a_rank_lacks_its_part_are_adopted_by_none(pod: Pod):
-    """Goal: an engine of which one rank's KV memory is missing begins with an empty cache on all of
-    its ranks, says why, and gives the same answers. Method: kill the active engine while the other
-    one's supervisor is stopped, and have the pool of one device dropped before it goes on. The last
-    test: it leaves the pod as it is."""
-    before = await pod.whole()
+async def test_death_of_a_worker_completes_no_stream_and_half_of_its_blocks_is_adopted_by_none(
+    pod: Pod,
+):
+    """Goal: the gateway never takes a stream that its engine's death broke for a whole answer. And
+    an engine of which one rank's KV memory is missing begins with an empty cache on all of its
+    ranks, says why, and gives the same answers. Method: SIGKILL a worker in mid-stream, under load,
+    while both supervisors are stopped, so that vLLM has all the time it needs to send its error
+    event and `[DONE]`; read the bytes to their end. Have the pool of one device dropped before the
+    standby goes on. The last test: it leaves the pod as it is."""
+    before = await taken_over(pod, "worker", cut_a_stream_and_drop_blocks)
     (name,) = before.standbys
-    stopped = (await pod.engine(name))["engine"]["pid"]
-    async with pod.load() as load:
-        await load.answers(ANSWERS)
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            await dropped(pod, (await pod.engine(before.engine))["backend"]["pids"]["core"])
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-        await load.newer(before.token)
-        await load.answers(ANSWERS)
     kv = (await pod.engine(name))["backend"]["kv"]
     assert (kv["memory"], kv["adopted_blocks"]) == ("gms", 0)
     assert "rank 1: the pool is new" in kv["note"]
+    assert (await pod.engine(before.engine))["deaths"][-1]["cause"] in BOTH_SEEN
 
 
-async def dropped(pod: Pod, pid: int) -> None:
-    """Kill `pid`, and have the KV memory of rank 1 freed once the kernel has it back."""
-    os.kill(pid, signal.SIGKILL)
+async def cut_a_stream_and_drop_blocks(pod: Pod, before: Whole, victim: Processes) -> None:
+    (name,) = before.standbys
+    stopped = (await pod.engine(name))["engine"]["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        await cut_a_stream(pod, before, victim)
+        await dropped(pod)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+
+
+async def dropped(pod: Pod) -> None:
+    """Have the KV memory of rank 1 freed once the kernel has it back."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             try:
