@@ -27,6 +27,17 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     v2_on_cpu.use(RUNNER)
+
+# Two cores import vLLM four times for an engine of two ranks, beside one that serves.
+WHOLE_DEADLINE_S = 240.0
+LONGEST = ("test_pod_deaths.py", "test_pod_resume.py", "test_pool.py", "test_resume.py")
+
+
+def pytest_collect_file() -> None:
+    """All of vLLM is imported before the first module here is, and only by a process that runs
+    tests: the one that distributes them to others collects none."""
+    if find_spec("vllm") is None:
+        return
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch and vLLM speak as they are imported: once, here
@@ -35,13 +46,11 @@ else:
         for name in ("ranks", "kept_world"):
             import_module(f"tests.vllm.{name}")
 
-# Two cores import vLLM four times for an engine of two ranks, beside one that serves.
-WHOLE_DEADLINE_S = 240.0
 
-
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first: beside it, another process runs all the others."""
-    items.sort(key=lambda item: item.path.name != "test_pod_deaths.py")
+    """The longest files first: at the end no test process waits for another one."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
