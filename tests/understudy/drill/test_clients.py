@@ -68,13 +68,6 @@ def test_chat_chunks_give_their_content():
     assert (exchange.text, exchange.tokens, answer.is_done) == ("hi", 1, False)
 
 
-def test_plain_error_answer_is_done_at_its_length():
-    """Goal: a 503 is an answer, not a cut. Method: a JSON body with a length."""
-    assert not read(BUSY[:-10])[1].is_done
-    exchange, answer = read(BUSY[:-10], BUSY[-10:])
-    assert (answer.is_done, exchange.status, answer.body) == (True, 503, BUSY_BODY)
-
-
 @pytest.mark.parametrize(
     ("data", "code"),
     [
