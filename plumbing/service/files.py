@@ -101,7 +101,8 @@ class SlotFormat:
         return 2 * self.slot_bytes
 
     def encode(self, sequence: int, text: bytes) -> bytes:
-        """One slot: a line with sequence and checksum, the text, spaces, a newline; `cat` shows it.
+        """What a slot begins with: a line with sequence and checksum, and the text. Spaces and a
+        newline are behind it; `cat` shows it.
 
         Raises:
             ValueError: the text does not fit a slot.
@@ -110,7 +111,7 @@ class SlotFormat:
         slot = head + text
         if len(slot) >= self.slot_bytes:
             raise ValueError(f"a record of {len(text)} bytes does not fit {self.slot_bytes}")
-        return slot.ljust(self.slot_bytes - 1) + b"\n"
+        return slot
 
     def read(self, path: str) -> bytes:
         """The whole file at `path`, which may be larger; nothing of what is no regular file.
@@ -133,8 +134,8 @@ class SlotFormat:
 
     def _decode(self, slot: bytes, number: int) -> tuple[int, bytes] | None:
         pattern = re.escape(self.magic.encode())
-        pattern += rb" sequence=(\d{1,18}) sha256=([0-9a-f]{64})\n(\{.*\})\s*"
-        match = re.fullmatch(pattern, slot) if len(slot) == self.slot_bytes else None
+        pattern += rb" sequence=(\d{1,18}) sha256=([0-9a-f]{64})\n(\{.*\})"
+        match = re.fullmatch(pattern, slot.rstrip()) if len(slot) == self.slot_bytes else None
         if match is None:
             return None
         sequence, text = int(match[1]), match[3]
@@ -155,7 +156,8 @@ class SlotFormat:
         try:
             os.posix_fallocate(fd, 0, self.file_bytes)
             for sequence in (0, 1):
-                os.pwrite(fd, self.encode(sequence, text), sequence * self.slot_bytes)
+                slot = self.encode(sequence, text).ljust(self.slot_bytes - 1) + b"\n"
+                os.pwrite(fd, slot, sequence * self.slot_bytes)
             os.fsync(fd)
             os.rename(fresh, path)
         except BaseException:
@@ -199,6 +201,8 @@ class SlotFile:
         self.path = path
         self._form = form
         self._fd = open_locked(path)
+        # Of each slot, what may be no space: a write costs what is in the slot, not its size.
+        self._used_bytes = [form.slot_bytes - 1] * 2
         try:
             slots = form.decode(os.pread(self._fd, form.file_bytes + 1, 0))
             self._sequence = max(slot[0] for slot in slots if slot is not None)
@@ -229,12 +233,14 @@ class SlotFile:
             self._replace(text)
             return
         sequence = self._sequence + 1
-        slot = self._form.encode(sequence, text)
-        if os.pwrite(self._fd, slot, sequence % 2 * len(slot)) != len(slot):
+        number, slot = sequence % 2, self._form.encode(sequence, text)
+        padded = slot.ljust(self._used_bytes[number])
+        self._used_bytes[number] = len(padded)
+        if os.pwrite(self._fd, padded, number * self._form.slot_bytes) != len(padded):
             raise OSError(errno.ENOSPC, "the slot was written in part")
         if survives_power_cut:
             os.fdatasync(self._fd)
-        self._sequence = sequence
+        self._sequence, self._used_bytes[number] = sequence, len(slot)
 
     def close(self) -> None:
         """Close the file; idempotent."""
@@ -257,6 +263,7 @@ class SlotFile:
         fd = open_locked(self.path)
         os.close(self._fd)
         self._fd, self._sequence = fd, 1  # `create` wrote 0 and 1
+        self._used_bytes = [self._form.slot_bytes - 1] * 2
 
 
 def put_aside(path: str) -> str:

@@ -2,10 +2,10 @@
 from that file, or from what its neighbours are.
 
 Everything that a neighbour was told is in it, with what is booked for it. What neighbours have said
-is not: they say it again. One slot of the file has 64 KiB, so values are arrays, and what belongs
-to a model's devices and engines stands in their order, without their names: 100 models with two
-engines each on two devices are 50 KiB. A model whose devices or engines have changed since is a new
-one.
+is not: they say it again. It is written before anything is told, so values are arrays, and what
+belongs to a model's devices and engines stands in their order, without their names: 100 models with
+two engines each on two devices are 100 KiB at most. A model whose devices or engines have changed
+since is a new one.
 
 With a file, every model goes on in the state that was saved: whatever a neighbour was told is in
 there, and all that it may have taken is booked. A model is `recovering` until each of its engines
@@ -42,9 +42,8 @@ from pool.core.model import (
     grant,
     lower,
 )
-from pool.core.states import EngineSizes, ModelState
+from pool.core.states import FAULT_CHARS_MAX, EngineSizes, ModelState
 
-TEXT_MAX = 100  # characters of a reason or a fault on file
 _kept_of = attrgetter(*KeptModel.__struct_fields__)
 _kept_of_engine = attrgetter(*KeptEngine.__struct_fields__)
 
@@ -99,7 +98,7 @@ def shape_of(model: Model) -> int:
 def _saved_model(facts: Facts, model: Model) -> SavedModel:
     kept = KeptModel(*_kept_of(model))
     kept.costs = copy(kept.costs)
-    kept.fault, kept.reason = kept.fault[:TEXT_MAX], kept.reason[:TEXT_MAX]
+    kept.fault, kept.reason = kept.fault[:FAULT_CHARS_MAX], kept.reason[:FAULT_CHARS_MAX]
     sizes, devices = model.sizes, model.rules.devices
     by_kind = () if sizes is None else (sizes.base, sizes.weights, sizes.kv)
     by_device = tuple(tuple(each.get(name, 0) for name in devices if each) for each in by_kind)

@@ -16,6 +16,9 @@ NAME_CHARS_MAX = 25  # of a model: the lock `loader:<model>` has 32 at most
 MODELS_MAX = 100  # what one decision looks at within a millisecond, and one slot of the state holds
 TICKETS_MAX = 512  # of one model in one gateway: the largest queue that a pool file may ask for
 PRIORITY_MAX = 1000  # either way
+# Characters of a fault that an engine reports, and of a reason on file. A hundred models may all
+# have one, in their state file, in each message to a gateway and twice in the status.
+FAULT_CHARS_MAX = 200
 COUNT_MAX = 2**63 - 1
 NEVER_MS = float("inf")
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits

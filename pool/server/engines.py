@@ -35,6 +35,7 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
 from pool.core.events import EngineDead, EngineLost, EngineSaid, PoolEvent, TellEngine
+from pool.core.states import FAULT_CHARS_MAX
 
 Feed = Callable[[PoolEvent], None]
 
@@ -165,9 +166,10 @@ class EngineLink(KeptLink):
         self._answered(request_id)
         match message:
             case EngineReportMsg(pool=PoolWord() as word) if word.model == self.model:
-                self.said, self.problem = message, message.fault or None
+                fault = message.fault[:FAULT_CHARS_MAX]
+                self.said, self.problem = message, fault or None
                 self._witnesses.heard(self.engine, message.incarnation, word.witness)
-                said = {**asdict(message), **asdict(word), "engine": self.engine}
+                said = {**asdict(message), **asdict(word), "engine": self.engine, "fault": fault}
                 names = EngineSaid.__struct_fields__
                 self._feed(EngineSaid(**{name: said[name] for name in names}))
             case EngineReportMsg():

@@ -1,4 +1,4 @@
-"""What the pool must know after a restart, on disk: one preallocated file, two slots of 64 KiB.
+"""What the pool must know after a restart, on disk: one preallocated file, two slots of 1 MiB.
 
 The bytes are `plumbing.service.files`'s, the meaning is `pool.core.saved`'s; here is what a lost
 record leads to. Both slots are valid from the moment the file exists, so one bad slot means that
@@ -24,7 +24,9 @@ from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 
 SCHEMA = 6
-SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
+# A hundred models, each with two engines on 64 devices, and every setting changed. A write costs
+# what is written, not the size of its slot.
+SLOT_BYTES = 1024 * 1024
 FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
 FAULTS = {"in_use": "pool.state_in_use", "unwritable": "pool.state_unwritable"}
 

@@ -5,10 +5,26 @@ Method: the file itself, whole and damaged as by a power cut, a newer version, o
 
 import os
 
+import msgspec
 import pytest
 
 from plumbing.errors import UnderstudyError
+from plumbing.pod.messages import Tier
+from pool.core import events as ev
+from pool.core.model import Costs, Leaving
+from pool.core.saved import PoolSnapshot
+from pool.core.states import (
+    COUNT_MAX,
+    MODELS_MAX,
+    NAME_CHARS_MAX,
+    EngineSizes,
+    GoalGeneration,
+    ModelState,
+)
+from pool.pool_file import DEVICES_MAX, MODEL_SETTINGS
+from pool.server.leases import LEASES_MAX
 from pool.server.state_file import FORMAT, SLOT_BYTES, PoolStateFile
+from tests.pool.core.pod import Pod, rules
 
 
 @pytest.fixture
@@ -68,3 +84,61 @@ def test_only_what_must_survive_a_power_cut_waits_for_the_disk(directory, monkey
     assert len(synced) == 1
     file.close()
     assert loaded(directory).record == {"number": 2}
+
+
+BYTES = 2**40  # more than any device has
+MS = 12_345_678_901.123456  # of a machine that runs for months
+TEXT = "\U0001f4a5" * 4096  # the longest fault that an engine can report
+
+
+def largest_pool():
+    """The longest value of everything."""
+    devices = tuple(f"GPU-{n:08d}-aaaa-bbbb-cccc-123456789012" for n in range(DEVICES_MAX))
+    names = [f"{n:03d}".ljust(NAME_CHARS_MAX, "-") for n in range(MODELS_MAX)]
+    pod = Pod(dict.fromkeys(names, rules(devices=devices)), engines=2)
+    facts, size = pod.pool.facts, dict.fromkeys(devices, BYTES)
+    facts.number = facts.door_number = COUNT_MAX
+    for n in range(LEASES_MAX):
+        pod.handle(ev.LeaseAsked(f"{n:016x}", devices[0], BYTES, MS, -1000))
+    for lease in facts.leases.values():
+        lease.goal = Tier.AWAKE
+    for model in facts.models.values():
+        model.is_unknown = model.is_wanted = model.is_serving = model.has_failed = False
+        model.is_again = model.is_permanent = model.pinned = model.is_unload_ordered = False
+        model.goal = model.floor = model.falls_to = Tier.OFFLOADED
+        model.leaving, model.running = Leaving.ORDER, ev.Running.FINISH
+        model.frees, model.state = ModelState.UNLOADING, ModelState.OFFLOADED
+        model.fault = model.reason = TEXT
+        model.faults_ms = (MS, MS, MS)
+        model.load_ordered_ms = model.last_request_ms = model.awake_since_ms = MS
+        model.drained_ms, model.costs = MS, Costs(*[123_456_789.1] * 6)
+        model.door_number, model.door = COUNT_MAX, ev.OpenDoor(f"{model.name}-0", COUNT_MAX)
+        model.sizes = EngineSizes(size, size, size)
+        for engine in model.engines:
+            engine.goal = Tier.OFFLOADED
+            engine.generation = GoalGeneration("0123456789abcdef", 1_000_000, COUNT_MAX)
+        for key in model.keys:
+            facts.ledger.settle(key, BYTES)
+    changed = dict.fromkeys(names, dict.fromkeys(MODEL_SETTINGS, "123456s"))
+    return {"pool": pod.pool.snapshot(), "changed": changed}
+
+
+def test_largest_pool_fits_the_file_whatever_its_engines_report(directory):
+    """Else it would decide nothing from then on."""
+    file, record = PoolStateFile(directory), largest_pool()
+    file.write(record)
+    file.write(record)
+    file.close()
+    found = msgspec.convert(loaded(directory).record["pool"], PoolSnapshot)
+    assert len(found.models) == MODELS_MAX
+    assert len(found.leases) == LEASES_MAX
+
+
+def test_what_a_longer_record_has_left_in_a_slot_is_gone(directory):
+    file = PoolStateFile(directory)
+    for text in ("long" * 1000, "longer" * 1000, "short", "shorter"):
+        file.write({"text": text})
+    file.close()
+    assert loaded(directory).record == {"text": "shorter"}
+    with open(file.path) as raw:
+        assert "long" not in raw.read()

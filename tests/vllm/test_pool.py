@@ -74,9 +74,12 @@ async def make_tight(pod: RunningPool) -> None:
 
 
 async def backends(pod: RunningPool) -> dict[str, dict[str, int]]:
-    """The processes of each model's engine."""
+    """The processes of each model's engine, of which neither is without."""
     parts = {part.name: part for part in engine_parts(pod.directory)}
-    return {name: (await status_of(parts[f"{name}-0"]))["backend"]["pids"] for name in MODELS}
+    found = {name: await status_of(parts[f"{name}-0"]) for name in MODELS}
+    for name, status in found.items():
+        assert status["backend"]["pids"], (models(pod)[name], status)
+    return {name: status["backend"]["pids"] for name, status in found.items()}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pool.core import events as ev
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
 from pool.core.states import GoalGeneration, ModelState
-from tests.pool.core.pod import GPU, MIB, Pod, rules
+from tests.pool.core.pod import GPU, MIB, Pod
 
 S = ModelState
 
@@ -121,21 +121,6 @@ def test_pins_costs_and_faults_are_on_file():
         (pod.now_ms,),
         123.0,
     )
-
-
-def test_one_slot_of_the_state_file_has_room_for_the_largest_pool():
-    devices = tuple(f"GPU-{i:08d}-aaaa-bbbb-cccc-123456789012" for i in range(2))
-    models = {f"model-with-a-long-name-{i:02d}": rules(devices=devices) for i in range(100)}
-    pod = Pod(models, engines=2)
-    for name in pod.pool.facts.models:
-        known = pod.pool.facts.models[name]
-        known.is_unknown = False
-        known.door = ev.OpenDoor(f"{name}-0", 2**53)
-        for engine in known.engines:
-            engine.generation = GoalGeneration("0123456789abcdef", 99, 99_999)
-        for key, size in pod.pool.facts.ledger.entries_at(known, Tier.AWAKE).items():
-            pod.pool.facts.ledger.settle(key, size or 17_179_869_184)
-    assert len(msgspec.json.encode(pod.pool.snapshot())) < 65_536 - 4_096
 
 
 def test_goal_that_is_newer_than_the_file_is_followed_by_a_newer_one():
