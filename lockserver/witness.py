@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from lockserver.core.names import PREFIX as PREFIX
-from lockserver.core.names import WitnessFile
+from lockserver.core.names import WitnessFile as WitnessFile
 from lockserver.core.names import WitnessState as WitnessState
 from lockserver.core.names import name_of as name_of
 from lockserver.core.names import new_incarnation as new_incarnation

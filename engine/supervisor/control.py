@@ -23,7 +23,7 @@ from engine.supervisor.hub import shortage
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.pod.messages import EngineReportMsg, PoolWord, SetGoalMsg, Tier, WitnessRef
+from plumbing.pod.messages import EngineReportMsg, PoolWord, SetGoalMsg, Tier
 from plumbing.pod.models import device_of
 from plumbing.pod.observers import PartServer
 from plumbing.service import procfs
@@ -279,13 +279,9 @@ class Goals:
         engine, now, running = self._engine, self._engine.lifecycle.now, self._engine.incarnation
         prepared = running.prepared if running is not None else None
         places = running.loading.places if running is not None else ()
-        witness = None
-        if running is not None and running.witness_path is not None:
-            witness = WitnessRef(os.path.basename(running.witness_path), *running.witness_id)
         return PoolWord(
             model=engine.settings.model,
             generation=now.generation,
-            witness=witness,
             base_bytes=self._base_bytes(running, places) if running and prepared else {},
             weights_bytes=shards(prepared.weights_bytes, places) if prepared else {},
             kv_bytes=shards(prepared.kv_bytes, places) if prepared else {},

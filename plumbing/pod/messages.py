@@ -76,15 +76,6 @@ class SetGoalMsg(Message, frozen=True, tag="shall"):
     pool: PoolGoal | None = None
 
 
-class WitnessRef(Struct, frozen=True, forbid_unknown_fields=True):
-    """The file on which every process of an incarnation holds a shared flock while it lives: its
-    name in the shared directory, its device and inode."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=128)]
-    dev: Count
-    ino: Count
-
-
 class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
     """What a pool must know of an engine. Bytes are by device; empty: not known yet.
 
@@ -99,7 +90,6 @@ class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
 
     model: ModelName
     generation: GoalGeneration | None
-    witness: WitnessRef | None
     base_bytes: DeviceBytes
     weights_bytes: DeviceBytes
     kv_bytes: DeviceBytes

@@ -1,12 +1,13 @@
 """The engines of all models: their reports go to the core with their evidence, goals go to them.
 
 `EngineLink` is the connection to one engine's supervisor. The last goal is said again on every
-connection. A supervisor that is stopped keeps its connection, so it is asked once in a while, and
-sooner while a goal of ours is not obeyed yet.
+connection, and the supervisor reports every change by itself. Nothing asks it whether it still
+runs: that is its init's business, which replaces one that hangs, and then this connection ends.
 
-`WitnessWatch` tries witnesses while there is a reason to. One that is found free is sealed, as by
-the lock server, so that none can join it any more. The lock server alone removes witnesses, after
-it has found them free, so one that was heard of and is gone was free, too.
+`WitnessWatch` tries witnesses while there is a reason to: of an incarnation that it was told of,
+the file that had its name then. One that is found free is sealed, as by the lock server, so that
+none can join it any more. The lock server alone removes witnesses, after it has found them free, so
+one that was heard of and is gone was free, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from msgspec.structs import asdict
 
 from lockserver.client import witness
-from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.errors import ProtocolError
 from plumbing.pod.messages import (
     GOAL_CATALOGUE,
     EngineReportMsg,
@@ -26,11 +27,8 @@ from plumbing.pod.messages import (
     PoolWord,
     SetGoalMsg,
     Tier,
-    WitnessRef,
 )
 from plumbing.pod.paths import engine_socket
-from plumbing.service.clock import Clock
-from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
@@ -43,13 +41,11 @@ Feed = Callable[[PoolEvent], None]
 class EngineSide:
     """One link for each engine."""
 
-    def __init__(
-        self, directory: str, models: Mapping[str, Sequence[str]], clock: Clock, feed: Feed
-    ) -> None:
+    def __init__(self, directory: str, models: Mapping[str, Sequence[str]], feed: Feed) -> None:
         """`models`: the engines of each."""
         self.witnesses = WitnessWatch(directory, feed)
         self.links = {
-            engine: EngineLink(directory, engine, model, clock, feed, self.witnesses)
+            engine: EngineLink(directory, engine, model, feed, self.witnesses)
             for model, engines in models.items()
             for engine in engines
         }
@@ -63,11 +59,6 @@ class EngineSide:
     def start(self) -> list[asyncio.Task[None]]:
         """Connect to all engines."""
         return [link.start() for link in self.links.values()]
-
-    def look(self) -> None:
-        """Call this every second or so."""
-        for link in self.links.values():
-            link.look()
 
     def tell(self, told: TellEngine) -> None:
         if told.goal is not Tier.COLD:
@@ -91,30 +82,19 @@ class EngineSide:
 
 
 BY = "pool"  # who wants it, in the engine's status and events
-ANSWER_MS = 3_000.0  # a supervisor answers within a millisecond, and is never blocked
-LOOK_MS, IDLE_LOOK_MS = 1_000.0, 10_000.0
 
 
 class EngineLink(KeptLink):
     """`feed` gets its reports, and that it is lost; `witnesses` their evidence."""
 
     def __init__(
-        self,
-        directory: str,
-        engine: str,
-        model: str,
-        clock: Clock,
-        feed: Feed,
-        witnesses: WitnessWatch,
+        self, directory: str, engine: str, model: str, feed: Feed, witnesses: WitnessWatch
     ) -> None:
         super().__init__(engine_socket(directory, engine), GOAL_CATALOGUE)
-        self.engine, self.model, self._clock = engine, model, clock
+        self.engine, self.model = engine, model
         self._feed, self._witnesses = feed, witnesses
         self.said: EngineReportMsg | None = None  # its last word, while it is connected
         self._goal = SetGoalMsg()
-        self._asked_ms: float | None = None  # since when an answer is due
-        self._heard_ms = 0.0
-        self._request = 0
 
     @property
     def goal(self) -> Tier | None:
@@ -124,51 +104,24 @@ class EngineLink(KeptLink):
         """Say this now, and on every connection from now on."""
         said = PoolGoal(self.model, told.generation, is_kill=bool(told.kill))
         self._goal = SetGoalMsg(told.goal, BY, said)
-        self._ask(self._goal)
-
-    def look(self) -> None:
-        """Call this every second or so."""
-        now_ms = self._clock.now_ms()
-        if self._asked_ms is not None and now_ms - self._asked_ms > ANSWER_MS:
-            silent = duration(now_ms - self._asked_ms)
-            self.drop(f"its supervisor has not answered for {silent}")
-        elif self._asked_ms is None:
-            is_obeyed = self.goal is None or (self.said is not None and self.said.tier == self.goal)
-            if now_ms - self._heard_ms > (IDLE_LOOK_MS if is_obeyed else LOOK_MS):
-                self._ask(SetGoalMsg())
-
-    def _ask(self, question: SetGoalMsg) -> None:
         if self.conn is not None:
-            self._request += 1
-            if self._asked_ms is None:
-                self._asked_ms = self._clock.now_ms()
-            self.conn.send(question, self._request)
+            self.begin(self.conn)
 
     def begin(self, conn: Connection) -> None:
-        self._ask(self._goal)
+        conn.send(self._goal, 1)
 
     def lose(self, reason: str) -> None:
-        was_heard = self.said is not None
-        self.said = self._asked_ms = None
-        if was_heard:
+        if self.said is not None:
+            self.said = None
             self._witnesses.suspect(self.engine)
             self._feed(EngineLost(self.engine))
 
-    def refused(self, error: UnderstudyError, request_id: int) -> None:
-        self._answered(request_id)
-
-    def _answered(self, request_id: int) -> None:
-        if request_id == self._request:
-            self._asked_ms = None
-        self._heard_ms = self._clock.now_ms()
-
     def hear(self, message: Message, request_id: int) -> None:
-        self._answered(request_id)
         match message:
             case EngineReportMsg(pool=PoolWord() as word) if word.model == self.model:
                 fault = message.fault[:FAULT_CHARS_MAX]
                 self.said, self.problem = message, fault or None
-                self._witnesses.heard(self.engine, message.incarnation, word.witness)
+                self._witnesses.heard(self.engine, message.incarnation)
                 said = {**asdict(message), **asdict(word), "engine": self.engine, "fault": fault}
                 names = EngineSaid.__struct_fields__
                 self._feed(EngineSaid(**{name: said[name] for name in names}))
@@ -195,24 +148,18 @@ class WitnessWatch:
     def __init__(self, directory: str, feed: Feed) -> None:
         self._directory, self._feed = directory, feed
         self._asked: dict[str, int] = {}  # by engine, the newest question
-        self._heard: dict[str, tuple[str, WitnessRef]] = {}  # by incarnation, with its engine
+        self._heard: dict[str, tuple[str, witness.WitnessFile]] = {}  # by incarnation
         self._suspects: set[str] = set()  # incarnations whose witness is tried now
         self._newest_s = 0.0  # when the last reason to try has come
         self._timer: asyncio.TimerHandle | None = None
 
-    def heard(self, engine: str, incarnation: str, ref: WitnessRef | None) -> None:
-        """This incarnation lives, with this witness; there is a reason to think that earlier ones
-        of its engine are dead.
-
-        Raises:
-            UnderstudyError: `pool.bad_witness`, it is not the file that the engine says.
-        """
-        if incarnation and ref is not None:
-            if ref.name != witness.name_of(incarnation):
-                raise UnderstudyError(
-                    "pool.bad_witness", f"{ref.name!r} is not the witness of {incarnation}"
-                )
-            self._heard[incarnation] = engine, ref
+    def heard(self, engine: str, incarnation: str) -> None:
+        """This incarnation lives; there is a reason to think that earlier ones of its engine are
+        dead. One without a file has no process yet, or none any more, and its engine says which."""
+        if incarnation and incarnation not in self._heard:
+            file = self._file(witness.name_of(incarnation))
+            if file.ino:
+                self._heard[incarnation] = engine, file
         self._suspects.discard(incarnation)
         self.suspect(engine, but=incarnation)
 
@@ -252,8 +199,8 @@ class WitnessWatch:
     def _try(self) -> None:
         self._timer = None
         for incarnation in tuple(self._suspects):
-            engine, ref = self._heard[incarnation]
-            if self._is_free(ref.name, ref.dev, ref.ino):
+            engine, file = self._heard[incarnation]
+            if self._is_free(file):
                 del self._heard[incarnation]
                 self._suspects.discard(incarnation)
                 self._feed(EngineDead(engine, incarnation))
@@ -269,10 +216,14 @@ class WitnessWatch:
         stem = f"{witness.PREFIX}{engine}_"
         names = [name for name in os.listdir(self._directory) if name.startswith(stem)]
         names = [name for name in names if len(name) == len(stem) + RANDOM_CHARS]
-        files = (witness.identify(os.path.join(self._directory, name))[0] for name in names)
-        return all(each is None or self._is_free(each.name, each.dev, each.ino) for each in files)
+        return all(self._is_free(self._file(name)) for name in names)
 
-    def _is_free(self, name: str, dev: int, ino: int) -> bool:
-        path = os.path.join(self._directory, name)
-        state = witness.probe(path, dev, ino)
+    def _file(self, name: str) -> witness.WitnessFile:
+        """That has this name now."""
+        found, _ = witness.identify(os.path.join(self._directory, name))
+        return found or witness.WitnessFile(name, 0, 0)
+
+    def _is_free(self, file: witness.WitnessFile) -> bool:
+        path = os.path.join(self._directory, file.name)
+        state = witness.probe(path, file.dev, file.ino)
         return state is witness.WitnessState.FREE or not os.path.lexists(path)

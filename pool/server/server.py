@@ -125,7 +125,7 @@ class PoolServer(Handler):
         self.metrics.metrics.refresh = self._refresh
         self.gateways = PoolGateways(lambda: for_gateways(self.facts, self.doors, self.file), feed)
         engines_by_model = {name: engines_of(name, each) for name, each in models.items()}
-        self.engines = EngineSide(directory, engines_by_model, clock, feed)
+        self.engines = EngineSide(directory, engines_by_model, feed)
         devices = {name: each.devices for name, each in models.items()}
         bases = self.engines.bases
         self.memory = MemorySide(directory, devices, file.host_memory, feed, bases)
@@ -282,7 +282,6 @@ class PoolServer(Handler):
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
-        self.engines.look()
         self.memory.sample()
         self.metrics.look(self.facts.models, self.facts.demand)
 

@@ -54,9 +54,6 @@ def test_engine_of_a_model_uses_the_models_locks_and_tells_a_pool_what_it_must_k
         word = shall(client, None).pool
         assert word is not None
         assert (word.model, word.generation, word.is_permanent) == ("chat", None, False)
-        assert word.witness is not None
-        found = (pod.directory / word.witness.name).stat()
-        assert (found.st_dev, found.st_ino) == (word.witness.dev, word.witness.ino)
         assert told(client, Tier.WARM, 3).pool.generation == GoalGeneration("e", 1, 3)
         assert told(client, Tier.AWAKE, 2).goal is Tier.WARM  # older
         with pytest.raises(RemoteError) as caught:

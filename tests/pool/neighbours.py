@@ -25,7 +25,6 @@ from plumbing.pod.messages import (
     StatusReplyMsg,
     Tier,
     WatchMsg,
-    WitnessRef,
 )
 from plumbing.pod.paths import engine_socket, gms_socket
 from plumbing.wire.connection import Handler
@@ -101,7 +100,7 @@ class StandInEngine(Handler):
         self.conns = set()
         self.generation, self.goal = None, Tier.COLD
         self.incarnation, self.token, self.state, self.tier = "", 0, "dead", Tier.COLD
-        self.witness_fd, self.ref = None, None
+        self.witness_fd = None
         path = engine_socket(world.directory, name)
         self.server = Server(path, GOAL_CATALOGUE, self, service="engine")
 
@@ -110,7 +109,6 @@ class StandInEngine(Handler):
         word = PoolWord(
             model=self.model,
             generation=self.generation,
-            witness=self.ref,
             base_bytes=sizes,
             weights_bytes=dict.fromkeys(sizes, 10 * MIB),
             kv_bytes=dict.fromkeys(sizes, 20 * MIB),
@@ -165,15 +163,13 @@ class StandInEngine(Handler):
 
     def _launch(self):
         self.incarnation = witness.new_incarnation(self.name)
-        path, self.witness_fd = witness.create(self.world.directory, self.incarnation)
-        found = os.fstat(self.witness_fd)
-        self.ref = WitnessRef(os.path.basename(path), found.st_dev, found.st_ino)
+        _, self.witness_fd = witness.create(self.world.directory, self.incarnation)
 
     def die(self):
         """Its processes end; the supervisor says so."""
         if self.witness_fd is not None:
             os.close(self.witness_fd)
-        self.witness_fd, self.ref, self.incarnation, self.token = None, None, "", 0
+        self.witness_fd, self.incarnation, self.token = None, "", 0
         self.state, self.tier = "dead", Tier.COLD
 
 

@@ -45,7 +45,6 @@ class Supervisor:
             state=self.state,
             tier=tier,
             generation=self.seen,
-            witness=None,
             base_bytes=SIZES.base if self.incarnation else {},
             weights_bytes=SIZES.weights if self.incarnation else {},
             kv_bytes=SIZES.kv if self.incarnation else {},

@@ -76,7 +76,6 @@ class Engine:
             state=self.state.value,
             tier=self.tier,
             generation=self.seen,
-            witness=None,
             base_bytes=sizes.base if is_known else {},
             weights_bytes=sizes.weights if is_known else {},
             kv_bytes=sizes.kv if is_known else {},
