@@ -25,9 +25,10 @@ import msgspec
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.messages import Tier
 from plumbing.pod.observers import PartServer
-from plumbing.pod.paths import pool_socket
+from plumbing.pod.paths import pool_socket, pool_state
 from plumbing.service.clock import SystemClock, moment
 from plumbing.service.events import EventLog
+from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.service.signals import until_ended
@@ -53,7 +54,6 @@ from pool.server.leases import LeaseDesk
 from pool.server.memory import SAMPLE_S, MemorySide
 from pool.server.metrics import PoolMetrics
 from pool.server.settings import PoolSettings
-from pool.server.state_file import PoolStateFile
 
 INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for longer ends
 SAVE_RETRY_S = 1.0
@@ -401,6 +401,72 @@ def _as_changed(
         if not settings_of:
             del changed[model]
     return file
+
+
+# -------------------------------------------------------------------------------- the state file
+
+SCHEMA = 6
+# A hundred models, each with two engines on 64 devices, and every setting changed. A write costs
+# what is written, not the size of its slot.
+SLOT_BYTES = 1024 * 1024
+FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
+FAULTS = {"in_use": "pool.state_in_use", "unwritable": "pool.state_unwritable"}
+
+
+class PoolStateFile:
+    """What the pool must know after a restart, on disk; its meaning is `pool.core.saved`'s.
+    `record`: what was on it, None if nothing can be believed, and then its `problem` and where it
+    was put `aside`.
+
+    Both slots are valid from the moment the file exists, so one bad slot means that the newest
+    record may be lost, and the other one must not be believed: goals that were told later would
+    come back with older generations. Then a new *era* begins: engines replace what they remember,
+    and the pool learns everything from those who hold it.
+
+    The surprising thing: decisions do not wait for the disk. What they are about (processes,
+    memory, doors) is gone after a power cut, and an engine whose file is newer than ours is caught
+    up with (`pool.core.reconcile`). Only what people have asked for must outlive the machine.
+    """
+
+    def __init__(self, directory: str) -> None:
+        """Open it, or put an unreadable one aside and create a new one.
+
+        Raises:
+            UnderstudyError: `pool.state_unwritable`, `pool.state_in_use`.
+        """
+        self.path = path = pool_state(directory)
+        self.record: dict[str, Any] | None = None
+        self.problem = self.aside = None
+        with state_faults(path, FORMAT, **FAULTS):
+            if os.path.lexists(path):
+                self.record, self.problem = _load(path)
+                self.aside = None if self.problem is None else put_aside(path)
+            if not os.path.lexists(path) or self.problem is not None:
+                FORMAT.create(path, _text(None))
+            self._file = SlotFile(path, FORMAT)
+
+    def write(self, record: dict[str, Any], *, survives_power_cut: bool = True) -> None:
+        """Write the next slot; as `SlotFile.write`. Values may be structs."""
+        self._file.write(_text(record), survives_power_cut=survives_power_cut)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _text(record: dict[str, Any] | None) -> bytes:
+    return msgspec.json.encode({"schema": SCHEMA, "record": record})
+
+
+def _load(path: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The record, and why there is none that can be believed."""
+    raw = FORMAT.read(path)
+    slots = [slot for slot in FORMAT.decode(raw) if slot is not None]
+    if len(slots) < 2:
+        return None, f"{2 - len(slots)} of its 2 slots cannot be read ({len(raw)} bytes)"
+    body = msgspec.json.decode(max(slots)[1])
+    if body.get("schema") != SCHEMA:
+        return None, f"it has schema {body.get('schema')}, and this pool reads {SCHEMA}"
+    return body["record"], None  # None: a pool that has told nothing yet
 
 
 # ------------------------------------------------------------------------------------ the status

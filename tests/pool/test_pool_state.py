@@ -23,7 +23,7 @@ from pool.core.states import (
 )
 from pool.pool_file import DEVICES_MAX, MODEL_SETTINGS
 from pool.server.leases import LEASES_MAX
-from pool.server.state_file import FORMAT, SLOT_BYTES, PoolStateFile
+from pool.server.server import FORMAT, SLOT_BYTES, PoolStateFile
 from tests.pool.core.pod import Pod, rules
 
 
