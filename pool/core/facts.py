@@ -307,7 +307,7 @@ class Facts:
     def tell(self, engine: ModelEngine, goal: Tier, kill: str = "") -> None:
         """A goal under a new generation."""
         self.touch(engine.model)
-        engine.goal, engine.asked, engine.has_rested = goal, None, False
+        engine.goal, engine.asked = goal, None
         self.number += 1
         engine.generation = GoalGeneration(self.era, self.start, self.number)
         if goal is not Tier.COLD:

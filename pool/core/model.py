@@ -100,7 +100,6 @@ class ModelEngine(KeptEngine, eq=False, kw_only=True):
     model: str
     said: EngineSaid | None = None
     is_connected: bool = False
-    has_rested: bool = False  # under this goal it has said that it has no KV memory
     dead: tuple[str, ...] = ()  # incarnations
     leaving: str = ""  # the last incarnation that was told to stop
     asked: int | None = None  # the number of the question for its witnesses

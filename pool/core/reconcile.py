@@ -35,9 +35,9 @@ from pool.core import admission, saved, who_wakes
 from pool.core import events as ev
 from pool.core.facts import Facts, OrderRefused, PoolSetup, WrongMessage, begin_turn, next_step
 from pool.core.ledger import DeviceView, Entries
-from pool.core.model import WITHOUT_KV, Leaving, Model, ModelEngine, a_lease, grant
+from pool.core.model import Leaving, Model, a_lease, grant
 from pool.core.saved import PoolSnapshot, recover
-from pool.core.states import REST, RISING, EntryKind, ModelState, PoolRules
+from pool.core.states import RISING, EntryKind, ModelState, PoolRules
 from pool.core.who_wakes import Decision, Never, Plan, Raise, Wait, Yield
 
 STEPS_MAX = 24  # of one model, after one event: more than any path through its phases
@@ -260,9 +260,6 @@ def _raise(facts: Facts, model: Model) -> None:
 # ------------------------------------------------------------------ what neighbours send
 # Each message is judged whole before anything of it is believed: a wrong one changes nothing.
 
-# States in which an engine that has rested under our last goal cannot be awake again.
-ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
-
 
 def hear(facts: Facts, event: ev.PoolEvent) -> None:
     """Take in one event.
@@ -332,9 +329,7 @@ def _demand(facts: Facts, event: ev.DemandCame) -> None:
 def _engine(facts: Facts, said: ev.EngineSaid) -> None:
     engine = facts.engines[said.engine]
     model = facts.models[engine.model]
-    _judge(model, engine, said)
-    is_news = said != engine.said or not engine.is_connected
-    before = _changeable(model, engine)
+    _judge(model, said)
     if engine.incarnation and said.incarnation != engine.incarnation:
         model.lost = engine.name, engine.incarnation
     engine.said, engine.is_connected = said, True
@@ -346,7 +341,6 @@ def _engine(facts: Facts, said: ev.EngineSaid) -> None:
             model.blamed = ""
     if said.is_leaving and said.incarnation:
         engine.leaving = said.incarnation
-    engine.has_rested |= engine.has_obeyed and said.state in WITHOUT_KV
     if engine.incarnation:
         engine.is_gone = False
     seen = said.generation
@@ -355,20 +349,13 @@ def _engine(facts: Facts, said: ev.EngineSaid) -> None:
         # told again, as the newest.
         facts.start, facts.number = max((facts.start, facts.number), (seen.start, seen.number))
         engine.goal = None
-        facts.touch(model.name)
     model.learn_holder()
-    if is_news or _changeable(model, engine) != before:  # a supervisor repeats its word
-        facts.ledger.learn_sizes(model)
-        facts.ledger.book_living(model)
-        facts.touch(model.name)
+    facts.ledger.learn_sizes(model)
+    facts.ledger.book_living(model)
+    facts.touch(model.name)
 
 
-def _changeable(model: Model, engine: ModelEngine) -> tuple[object, ...]:
-    """What even a repeated word may change."""
-    return model.holder, model.lost, engine.is_gone, engine.has_rested
-
-
-def _judge(model: Model, engine: ModelEngine, said: ev.EngineSaid) -> None:
+def _judge(model: Model, said: ev.EngineSaid) -> None:
     """Raises: WrongMessage."""
     for device in {**said.base_bytes, **said.weights_bytes, **said.kv_bytes}:
         if device not in model.rules.devices:
@@ -376,14 +363,6 @@ def _judge(model: Model, engine: ModelEngine, said: ev.EngineSaid) -> None:
             raise WrongMessage(f"{said.engine} says that it has memory on {where}")
     if said.tier is Tier.AWAKE and not said.token:
         raise WrongMessage(f"{said.engine} is awake without the lock active:{model.name}")
-    if model.is_unknown or said.generation != engine.generation or said.incarnation in engine.dead:
-        return
-    is_asleep = model.state in ASLEEP and engine.has_rested
-    if said.tier is Tier.AWAKE and is_asleep and said.incarnation:
-        raise WrongMessage(
-            f"{said.engine} is awake, and has obeyed a goal below that: model {model.name} is"
-            f" {model.state}"
-        )
 
 
 def _dead(facts: Facts, event: ev.EngineDead) -> None:

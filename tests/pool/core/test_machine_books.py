@@ -5,7 +5,6 @@ from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.facts import WrongMessage
 from pool.core.reconcile import ModelPool
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, ModelState
 from tests.pool.core.pod import ERA, GPU, MIB, SIZES, Pod, rules
@@ -70,13 +69,12 @@ def test_memory_that_does_not_come_back_is_an_alarm_and_stays_booked():
     assert not pod.pool.facts.ledger.leaving  # so no head waits for it
 
 
-def test_engine_that_claims_to_be_awake_against_the_goal_it_has_obeyed_is_refused():
+def test_memory_of_an_engine_that_is_awake_against_its_goal_is_booked():
     pod = releasing()
     pod.settle()
     assert pod.state("a") is S.WARM
-    with pytest.raises(WrongMessage):
-        pod.handle(pod.supervisors["a0"].said(state="active", tier=Tier.AWAKE))
-    assert SIZES.kv[GPU] not in booked(pod).values()
+    pod.handle(pod.supervisors["a0"].said(state="active", tier=Tier.AWAKE))
+    assert KV in booked(pod)
 
 
 COPY = EntryKey(HOST, EntryKind.COPY, "a")
