@@ -224,8 +224,6 @@ class Facts:
         `UNLOADING` where its processes are killed."""
         model.goal = model.floor = tier
         model.falls_to, model.is_serving, model.frees = None, False, how
-        for engine in model.engines:
-            engine.is_out &= tier is not Tier.COLD
         self.settle(model, reason)
 
     def yields(self, model: Model, tier: Tier, why: Leaving, reason: str) -> None:
@@ -300,9 +298,8 @@ class Facts:
         if model.is_unknown:
             return
         for engine in model.engines:
-            goal = model.goal_of(engine)
-            if goal is not engine.goal:
-                self.tell(engine, goal)
+            if model.goal is not engine.goal:
+                self.tell(engine, model.goal)
 
     def tell(self, engine: ModelEngine, goal: Tier, kill: str = "") -> None:
         """A goal under a new generation."""

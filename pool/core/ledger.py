@@ -154,7 +154,6 @@ class PoolLedger:
         if tier is Tier.COLD:
             return {}
         sizes = model.sizes or self._whole(model)
-        out = [each.name for each in model.engines if each.is_out]
         held = {EntryKind.BASE: sizes.base}
         if RANK[tier] >= RANK[Tier.WARM]:
             held[EntryKind.WEIGHTS] = sizes.weights
@@ -162,11 +161,7 @@ class PoolLedger:
             held[EntryKind.KV] = sizes.kv
         if self.copies(model):
             held[EntryKind.COPY] = {HOST: sum(sizes.weights.values())}
-        return {
-            key: held[key.kind].get(key.device, 0)
-            for key in model.keys
-            if key.kind in held and key.owner not in out
-        }
+        return {key: held[key.kind].get(key.device, 0) for key in model.keys if key.kind in held}
 
     def needs(self, model: Model) -> dict[Tier, Mapping[str, int]]:
         """The same of every tier, by device. A tier of unknown size is left out, and takes the

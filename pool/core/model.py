@@ -89,7 +89,6 @@ class KeptEngine(Struct, array_like=True):
 
     goal: Tier | None = None  # told last, under `generation`
     generation: GoalGeneration | None = None
-    is_out: bool = False  # of a pool without its file: it was dead, and stays so until all are cold
     is_gone: bool = False  # none of its processes lives, and its supervisor launches none
 
 
@@ -352,12 +351,9 @@ class Model(KeptModel, eq=False, kw_only=True):
         """The engine that is not the shadow: the holder of the lock, or who would be raised."""
         if self.holder is not None:
             holder = self.engine(self.holder.engine)
-            if holder is not None and not holder.is_out:
+            if holder is not None:
                 return holder
-        return next((each for each in self.engines if not each.is_out), self.engines[0])
-
-    def goal_of(self, engine: ModelEngine) -> Tier:
-        return Tier.COLD if engine.is_out else self.goal
+        return self.engines[0]
 
     @property
     def is_machines_fault(self) -> bool:

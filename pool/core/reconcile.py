@@ -146,7 +146,7 @@ class ModelPool:
         """Weights of an offloaded model, one of whose engines starts again: it maps them before it
         can let them go. Without room for that it may not start."""
         facts = self.facts
-        if all(engine.is_out or engine.is_without_weights for engine in model.engines):
+        if all(engine.is_without_weights for engine in model.engines):
             return {}
         weights = {
             key: size

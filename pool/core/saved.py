@@ -209,11 +209,9 @@ def _is_settled(engine: ModelEngine) -> bool:
 
 
 def _adopt(facts: Facts, model: Model) -> None:
-    """The model is what its engines are."""
-    living = [engine for engine in model.engines if engine.incarnation]
-    for engine in model.engines:
-        engine.is_out = bool(living) and engine not in living
-    words = [engine.said for engine in living if engine.said is not None]
+    """The model is what its living engines are. One that is dead, as it may be for a second between
+    two launches, has its memory booked as it had before, and starts again."""
+    words = [engine.said for engine in model.living() if engine.said is not None]
     tier = max((said.tier for said in words), key=list(Tier).index, default=Tier.COLD)
     model.is_unknown = model.is_recovering = False
     model.goal, model.floor = tier, lower(tier, Tier.WARM)

@@ -110,6 +110,18 @@ def test_lost_file_adopts_what_lives_and_restarts_nothing():
     assert sum(held.values()) == 620 * MIB
 
 
+def test_shadow_that_is_dead_when_the_file_is_lost_starts_again():
+    """Else the model had no standby until it was cold once."""
+    pod = served()
+    pod.kill(pod.supervisors["a1"])
+    pod.pool = ModelPool(pod.setup, pod.now_ms, "a new era")
+    hear_all(pod)
+    pod.settle()
+    assert [pod.supervisors[name].state for name in ("a0", "a1")] == ["active", "standby"]
+    held = pod.pool.facts.ledger.booked(pod.pool.facts.models["a"])
+    assert sum(held.values()) == 620 * MIB
+
+
 def test_pins_costs_and_faults_are_on_file():
     pod = served()
     pod.handle(ev.Ordered("a", ev.Order.PIN))

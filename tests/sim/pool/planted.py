@@ -207,10 +207,13 @@ def the_shadow_asks_the_pool(real: Any, self: Engine) -> bool:
     return self.state is State.RESTING and self.is_linked
 
 
-@RULES.instead("a shadow's goal is awake", "P12:", Model, "goal_of")
-def a_shadow_is_told_warm(real: Any, self: Model, engine: ModelEngine) -> Tier:
-    goal: Tier = real(self, engine)
-    return Tier.WARM if engine is not self.main() and goal is Tier.AWAKE else goal
+@RULES.instead("a shadow's goal is awake", "P12:", Facts, "aim")
+def a_shadow_is_told_warm(real: Any, self: Facts, model: Model) -> None:
+    for engine in () if model.is_unknown else model.engines:
+        is_shadow = engine is not model.main() and model.goal is Tier.AWAKE
+        goal = Tier.WARM if is_shadow else model.goal
+        if goal is not engine.goal:
+            self.tell(engine, goal)
 
 
 @RULES.instead("no deadline ends a recovery", "P13:", reconcile, "recover")
