@@ -144,10 +144,10 @@ def next_level_ms(since_ms: float, now_ms: float, rules: PoolRules) -> float:
 
 def next_change_ms(
     tickets: Collection[Ticket], drained_ms: float | None, now_ms: float, rules: PoolRules
-) -> float | None:
-    """Not later than when time alone makes another ticket of the model the first one; None: never,
-    because of tickets of one priority the oldest stays first."""
+) -> float:
+    """Not later than when time alone makes another ticket of the model the first one. Of tickets of
+    one priority the oldest stays first."""
     if len({ticket.priority for ticket in tickets}) < 2:
-        return None
+        return NEVER_MS
     floor_ms = float("-inf") if drained_ms is None else drained_ms
     return min(next_level_ms(max(ticket.since_ms, floor_ms), now_ms, rules) for ticket in tickets)

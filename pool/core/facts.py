@@ -187,9 +187,7 @@ class Facts:
         name, demand, ledger = model.name, self.demand, self.ledger
         model.ticket = self.ticket_of(model)
         tickets = demand.tickets(name)
-        model.ticket_due_ms = (
-            next_change_ms(tickets, model.drained_ms, self.now_ms, self.rules) if tickets else None
-        )
+        model.ticket_due_ms = next_change_ms(tickets, model.drained_ms, self.now_ms, self.rules)
         engine = model.stander()
         model.in_flight = demand.in_flight(name)
         model.cannot_park = demand.cannot_park(name)
@@ -539,8 +537,7 @@ def _spent(facts: Facts, model: Model) -> bool:
         model.add_fault(now_ms, model.fault)
         facts.kill(model, model.fault)
         return True
-    due_ms = model.deadline_ms()
-    if due_ms is None or now_ms < due_ms:
+    if now_ms < model.deadline_ms():
         return False
     spent_s = (now_ms - model.stage_since_ms) / 1000
     reason = f"{model.state} for {spent_s:.0f} s: {model.reason}"

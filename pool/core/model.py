@@ -33,6 +33,7 @@ from pool.core.demand import TicketView
 from pool.core.events import Door, EngineSaid, LeaseAsked, Running
 from pool.core.states import (
     HOST,
+    NEVER_MS,
     EngineSizes,
     EntryKey,
     EntryKind,
@@ -256,7 +257,7 @@ class Model(KeptModel, eq=False, kw_only=True):
     stage_since_ms: float = 0.0  # since when its budget counts: of a stage of a drain, of a launch
     is_blind: bool = False  # something about it is not known yet: it goes neither up nor down
     ticket: TicketView | None = None  # that decides for it; None: none waits
-    ticket_due_ms: float | None = None  # when time alone changes which one that is
+    ticket_due_ms: float = NEVER_MS  # when time alone changes which one that is
     in_flight: int = 0
     cannot_park: int = 0
     keep_alive_ms: float | None = None  # as recent requests ask; None: its rules'; inf: for ever
@@ -265,7 +266,7 @@ class Model(KeptModel, eq=False, kw_only=True):
     # its devices.
     needs: Mapping[Tier, Mapping[str, int]] = field(default_factory=lambda: {Tier.COLD: {}})
     booked: Mapping[str, int] = field(default_factory=dict)  # until proven free
-    due_ms: float = float("inf")  # when time alone changes something about it
+    due_ms: float = NEVER_MS  # when time alone changes something about it
     keys: tuple[EntryKey, ...] = ()  # all its lines in the books, in a fixed order
 
     def __post_init__(self) -> None:
@@ -380,12 +381,12 @@ class Model(KeptModel, eq=False, kw_only=True):
         raise_ms = self.costs.raise_ms(self.held)
         return None if raise_ms is None else raise_ms + (self.costs.resume_ms or 0.0)
 
-    def deadline_ms(self) -> float | None:
+    def deadline_ms(self) -> float:
         """When its phase, or the stage of its drain, has lasted too long."""
         since_ms, rules = self.stage_since_ms, self.rules
         match self.state:
             case _S.LOADING:
-                return None if self.is_machines_fault else since_ms + self.load_budget_ms
+                return NEVER_MS if self.is_machines_fault else since_ms + self.load_budget_ms
             case _S.WAKING:
                 return since_ms + budget_ms(self.costs.waking_ms(self.floor))
             case _S.DRAINING if self.running is Running.CUT:
@@ -403,17 +404,17 @@ class Model(KeptModel, eq=False, kw_only=True):
             case _S.UNLOADING:
                 return since_ms + budget_ms(None)
             case _:
-                return None
+                return NEVER_MS
 
     def next_due_ms(self) -> float:
-        """When time alone changes something about it; infinite: never."""
+        """When time alone changes something about it."""
         found = [self.deadline_ms(), self.ticket_due_ms]
         is_turn_due = self.awake_since_ms is not None and self.turn_since_ms is None
         if is_turn_due and not self.is_recovering:
             found.append(self.raise_due_ms)
         if self.headless_ms is not None:
             found.append(self.headless_ms + HEADLESS_MS)
-        return min((ms for ms in found if ms is not None), default=float("inf"))
+        return min(found)
 
 
 def a_lease(asked: LeaseAsked) -> Model:

@@ -37,7 +37,7 @@ from pool.core.facts import Facts, OrderRefused, PoolSetup, WrongMessage, begin_
 from pool.core.ledger import DeviceView, Entries
 from pool.core.model import Leaving, Model, a_lease, grant
 from pool.core.saved import PoolSnapshot, recover
-from pool.core.states import RISING, EntryKind, ModelState, PoolRules
+from pool.core.states import NEVER_MS, RISING, EntryKind, ModelState, PoolRules
 from pool.core.who_wakes import Decision, Never, Plan, Raise, Wait, Yield
 
 STEPS_MAX = 24  # of one model, after one event: more than any path through its phases
@@ -60,9 +60,9 @@ class ModelPool:
         """`era`: random, for a pool that finds no state of its own; `snapshot` has another one."""
         self.facts = saved.begin(setup, now_ms, era, snapshot)
         self._planner = planner
-        self._plan_due_ms: float | None = None
+        self._plan_due_ms = NEVER_MS
         self._is_started = False
-        self.due_ms: float | None = now_ms
+        self.due_ms = now_ms
 
     def snapshot(self) -> PoolSnapshot:
         """What `SaveState` writes."""
@@ -86,9 +86,7 @@ class ModelPool:
         out, facts.out = facts.out, []
         admission.tell(facts, says_again=is_first)
         out, facts.out = [*facts.out, *out], []
-        dues = [model.due_ms for model in facts.models.values()]
-        due_ms = min(dues) if self._plan_due_ms is None else min([self._plan_due_ms, *dues])
-        self.due_ms = None if due_ms == float("inf") else due_ms
+        self.due_ms = min([self._plan_due_ms, *(each.due_ms for each in facts.models.values())])
         is_told = not all(isinstance(effect, ev.PoolRecord | ev.PoolQuestion) for effect in out)
         is_told |= facts.is_news_for_file
         facts.is_news_for_file = False
@@ -98,10 +96,10 @@ class ModelPool:
 
     def _reconcile(self) -> None:
         facts = self.facts
-        if self.due_ms is not None and self.due_ms <= facts.now_ms:
+        if self.due_ms <= facts.now_ms:
             due = [name for name, model in facts.models.items() if model.due_ms <= facts.now_ms]
             facts.touch(*due)
-        is_due = self._plan_due_ms is not None and self._plan_due_ms <= facts.now_ms
+        is_due = self._plan_due_ms <= facts.now_ms
         for _ in range(ROUNDS_MAX):
             if not (facts.changed or is_due):
                 return

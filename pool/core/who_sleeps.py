@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from plumbing.pod.messages import Tier
-from pool.core.states import ModelState
+from pool.core.states import NEVER_MS, ModelState
 
 if TYPE_CHECKING:  # a gateway needs no more than `sleeps_at_ms`
     from pool.core.model import Model
@@ -51,12 +51,12 @@ def rests_of(
 ) -> tuple[tuple[Victim, ...], float]:
     """Who goes to sleep now, and when the next one will; infinite: none will."""
     found: list[Victim] = []
-    next_ms = float("inf")
+    next_ms = NEVER_MS
     for model in models:
         may_rest = not (model.is_pinned or model.is_blind)
         if model.ticket is not None or not may_rest or model.name in asked:
             continue
-        due = [(at_ms, tier) for at_ms, tier in _dues(model) if at_ms < float("inf")]
+        due = [(at_ms, tier) for at_ms, tier in _dues(model) if at_ms < NEVER_MS]
         ready = [tier for at_ms, tier in due if at_ms <= now_ms]
         if ready:
             found.append(Victim(model.name, ready[-1]))

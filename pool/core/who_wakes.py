@@ -27,7 +27,7 @@ from pool.core import who_yields
 from pool.core.demand import next_level_ms, order_of
 from pool.core.ledger import DeviceView
 from pool.core.model import LEASE_PREFIX, Leaving, Model
-from pool.core.states import FALLING, HOST, REST, ModelState, PoolRules
+from pool.core.states import FALLING, HOST, NEVER_MS, REST, ModelState, PoolRules
 from pool.core.who_sleeps import Victim, rests_of
 from pool.core.who_yields import (
     IDLE_MS_MAX,
@@ -42,7 +42,6 @@ from pool.core.who_yields import (
 
 MAY_BE_RAISED = frozenset({ModelState.COLD, *REST, ModelState.PENDING})
 _CLAIMS_NOTHING = frozenset({ModelState.AWAKE, ModelState.WAKING, ModelState.FAILED})
-_NEVER_MS = float("inf")
 
 
 class Raise(Struct, frozen=True):
@@ -83,7 +82,7 @@ class Plan(Struct, frozen=True):
     decisions: Mapping[str, Decision]
     rests: tuple[Victim, ...] = ()
     unyields: tuple[str, ...] = ()
-    due_ms: float | None = None
+    due_ms: float = NEVER_MS
 
 
 _BLOCKED = Wait("")
@@ -116,7 +115,7 @@ class _Planner:
         self.waiting: list[Head] = []  # heads that are not raised in this call
         self.going: set[str] = set()  # models that a head asks, or will ask
         self.asked: set[str] = set()
-        self.due_ms = float("inf")
+        self.due_ms = NEVER_MS
         self.usable = {
             name: device.total_bytes
             - device.outside_bytes
@@ -150,7 +149,7 @@ class _Planner:
         unyields = self._unyields()
         rests, rest_due_ms = rests_of(self.models, self.asked, self.now_ms)
         due_ms = min(self.due_ms, rest_due_ms, self._order_due_ms(claims))
-        return Plan(decisions, rests, unyields, None if due_ms == _NEVER_MS else due_ms)
+        return Plan(decisions, rests, unyields, due_ms)
 
     # ------------------------------------------------------------------ who claims what
 
@@ -178,7 +177,7 @@ class _Planner:
     def _order_due_ms(self, claims: Sequence[Head]) -> float:
         """When age alone may put one claim before another: never between equal priorities."""
         if len({claim.ticket.priority for claim in claims}) < 2:
-            return _NEVER_MS
+            return NEVER_MS
         return min(
             next_level_ms(claim.ticket.since_ms, self.now_ms, self.rules) for claim in claims
         )

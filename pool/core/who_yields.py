@@ -33,7 +33,7 @@ from msgspec.structs import replace
 from plumbing.pod.messages import Tier
 from pool.core.demand import TicketView, order_of
 from pool.core.model import Model
-from pool.core.states import REST, RISING, ModelState, PoolRules
+from pool.core.states import NEVER_MS, REST, RISING, ModelState, PoolRules
 from pool.core.who_sleeps import Victim
 
 # Awake and quiet for so long is idle, however costly it is to wake again; so a head need not wait
@@ -88,7 +88,7 @@ class Candidate(Struct, frozen=True):
     model: Model
     steps: Sequence[Step]
     ready_ms: float
-    idle_ms: float = float("inf")
+    idle_ms: float = NEVER_MS
     obstacle: Obstacle = Obstacle.NONE
 
 
@@ -132,7 +132,7 @@ def has_work(model: Model) -> bool:
 def idle_from_ms(model: Model) -> float:
     """From when it is idle; infinite while it has work."""
     if has_work(model):
-        return float("inf")
+        return NEVER_MS
     return quiet_since_ms(model) + idle_after_ms(model)
 
 
@@ -176,7 +176,7 @@ def _candidate(
             return Candidate(model, _steps(model, names, "loading"), now_ms)
         case state if state in RISING:
             steps = _steps(model, names, "working")
-            return Candidate(model, steps, float("inf"), obstacle=Obstacle.RAISED)
+            return Candidate(model, steps, NEVER_MS, obstacle=Obstacle.RAISED)
         case _:
             return None
 
@@ -294,7 +294,7 @@ def spares(
     for each in found:
         steps = tuple(step for step in each.steps if step.rank[0] not in UNLOADS)
         if steps and steps[0].rank[0] == AT_WORK:
-            is_late = last_ms < each.idle_ms < float("inf")
+            is_late = last_ms < each.idle_ms < NEVER_MS
             if not is_late and each.model.state is not ModelState.LOADING:
                 idle_ms = min(each.idle_ms, last_ms)
                 gentle.append(replace(each, steps=steps, ready_ms=idle_ms))

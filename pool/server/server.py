@@ -259,8 +259,7 @@ class PoolServer(Handler):
     def _arm(self) -> None:
         if self._effects:
             return  # the retry of the state is due
-        due_ms = self.pool.due_ms
-        delay_s = DUE_S_MAX if due_ms is None else (due_ms - self.clock.now_ms()) / 1000
+        delay_s = (self.pool.due_ms - self.clock.now_ms()) / 1000
         self._rearm(min(max(delay_s, DUE_S_MIN), DUE_S_MAX))
 
     def _rearm(self, delay_s: float) -> None:

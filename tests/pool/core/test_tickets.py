@@ -2,7 +2,7 @@
 
 from pool.core.demand import Demand, TicketView, first_ticket, next_change_ms, order_of
 from pool.core.events import DemandCame, Ticket, TicketKind
-from pool.core.states import PoolRules
+from pool.core.states import NEVER_MS, PoolRules
 
 RULES = PoolRules()
 NOW = 1_000_000.0
@@ -30,7 +30,7 @@ def test_tickets_that_missed_their_models_last_turn_count_from_its_drain():
 
 def test_change_is_due_only_between_priorities():
     same = [Ticket(1, NOW - 10.0), Ticket(2, NOW)]
-    assert next_change_ms(same, None, NOW, RULES) is None
+    assert next_change_ms(same, None, NOW, RULES) == NEVER_MS
     mixed = [Ticket(1, NOW - 10.0, 1), Ticket(2, NOW)]
     assert next_change_ms(mixed, None, NOW, RULES) == NOW - 10.0 + 60_000.0
 

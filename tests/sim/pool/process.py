@@ -146,7 +146,7 @@ class PoolProcess:
     def tick(self) -> None:
         self.feed(TICK)
         core, now = self.core, self.world.timeline.now_ms
-        is_due = core is not None and core.due_ms is not None and core.due_ms <= now
+        is_due = core is not None and core.due_ms <= now
         self.spins = self.spins + 1 if is_due else 0
         assert self.spins < SPINS_MAX, "P11: the pool is due again at once, for ever"
 

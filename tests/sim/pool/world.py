@@ -159,8 +159,8 @@ class World:
     def step(self) -> bool:
         """One appointment, or the pool's own; False: nothing will ever happen again."""
         timeline, core = self.timeline, self.pool.core
-        due, following = core.due_ms if core is not None else None, timeline.next_ms()
-        if due is not None and (following is None or due <= following):
+        due, following = core.due_ms if core is not None else NEVER_MS, timeline.next_ms()
+        if due < NEVER_MS and (following is None or due <= following):
             timeline.now_ms = max(timeline.now_ms, due)
             self.pool.tick()
             return True
