@@ -209,9 +209,7 @@ class KeptModel(Struct, array_like=True):
     drained_ms: float | None = None  # when its last drain began
     costs: Costs = field(default_factory=Costs)
     door_number: int = 0
-    # What follows from all this.
-    state: ModelState = ModelState.COLD
-    reason: str = ""
+    reason: str = ""  # of its phase
 
 
 class Model(KeptModel, eq=False, kw_only=True):
@@ -253,6 +251,7 @@ class Model(KeptModel, eq=False, kw_only=True):
     asked: int | None = None  # the number of the question for its memory
     asked_for: frozenset[object] = frozenset()
     # What the plan goes by. Bytes are by device, and on `HOST`.
+    state: ModelState = ModelState.COLD  # its phase
     since_ms: float = 0.0
     stage_since_ms: float = 0.0  # since when its budget counts: of a stage of a drain, of a launch
     is_blind: bool = False  # something about it is not known yet: it goes neither up nor down
@@ -469,7 +468,7 @@ PHASES: Mapping[ModelState, str] = {
 }
 
 
-def phase_of(model: Model) -> ModelState:
+def phase_of(model: KeptModel) -> ModelState:
     """What is going on, of what is decided and learned."""
     if model.frees is not None:
         return model.frees

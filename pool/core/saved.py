@@ -41,6 +41,7 @@ from pool.core.model import (
     a_lease,
     grant,
     lower,
+    phase_of,
 )
 from pool.core.states import FAULT_CHARS_MAX, EngineSizes, ModelState
 
@@ -149,7 +150,7 @@ def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
     for engine, told in zip(model.engines, saved.engines, strict=True):
         _take_over(engine, told)
     _take_over(model, saved.kept)
-    model.costs = copy(saved.kept.costs)
+    model.costs, model.state = copy(saved.kept.costs), phase_of(model)
     if saved.sizes is not None:
         by_device, is_estimated = saved.sizes
         base, weights, kv = (

@@ -404,7 +404,7 @@ def _as_changed(
 
 # -------------------------------------------------------------------------------- the state file
 
-SCHEMA = 6
+SCHEMA = 7
 # A hundred models, each with two engines on 64 devices, and every setting changed. A write costs
 # what is written, not the size of its slot.
 SLOT_BYTES = 1024 * 1024

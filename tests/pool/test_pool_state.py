@@ -107,7 +107,7 @@ def largest_pool():
         model.is_again = model.is_permanent = model.pinned = model.is_unload_ordered = False
         model.goal = model.floor = model.falls_to = Tier.OFFLOADED
         model.leaving, model.running = Leaving.ORDER, ev.Running.FINISH
-        model.frees, model.state = ModelState.UNLOADING, ModelState.OFFLOADED
+        model.frees = ModelState.UNLOADING
         model.fault = model.reason = TEXT
         model.faults_ms = (MS, MS, MS)
         model.load_ordered_ms = model.last_request_ms = model.awake_since_ms = MS

@@ -19,6 +19,7 @@ from pool.core.events import (
     PoolEvent,
     TellEngine,
 )
+from pool.core.model import phase_of
 from pool.core.saved import PoolSnapshot
 from pool.core.states import HOST, EngineSizes, GoalGeneration, ModelState
 from tests.sim.pool.engine import RANK
@@ -71,7 +72,7 @@ class Books:
         """A turn begins with its record: who comes after a pool that has died opens the door."""
         self.on_file = GoalGeneration(snapshot.era, snapshot.start, snapshot.number)
         for name, saved in snapshot.models.items():
-            if saved.kept.state is not ModelState.AWAKE:
+            if phase_of(saved.kept) is not ModelState.AWAKE:
                 self.awake.discard(name)
             elif name not in self.awake:
                 self.awake.add(name)
