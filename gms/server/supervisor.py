@@ -39,8 +39,7 @@ from plumbing.service.notify import RESTARTS_ENV, restarts
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.text import duration
-from plumbing.wire.connection import Connection, Handler, connect
-from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.connection import Connection, KeptConnection
 from plumbing.wire.messages import Message
 from plumbing.wire.server import PathGuard
 
@@ -49,12 +48,7 @@ COPIES_RETRY_S = 10.0
 STOP_S = 5.0  # for a server to exit by itself; it has nothing to save
 PING_S = 1.0
 SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not ready
-# While a server starts: newcomers wait for the first answer, and its events are lost if it dies
-# before we watch it.
-FIRST_PING_S = 0.005
-PING_GROWTH = 1.1  # fewer questions during a long start: many servers start at once on few CPUs
-LOOK_EVERY_MS = 100.0  # at how long it has been silent
-LATE_MS = 1500.0  # a look that comes later proves that this process itself had to wait
+LATE_MS = 1500.0  # a ping that comes later proves that this process itself had to wait
 # Driver calls and fsyncs run on threads, so a loop that could run and did not for half a minute
 # never will.
 HANG_MS = 30_000.0
@@ -239,14 +233,14 @@ class Child:
             return self._failed("gms.cannot_start", what, code, {"errno": error.errno})
         started_ms = self._looked_ms = self.clock.now_ms()
         self._silent_ms = 0.0
-        for each in self.served:
-            each.begin(process.pid)
         if not self.served:  # it serves no requests
             self._program.told(b"READY=1", started_ms / 1000)
         async with asyncio.TaskGroup() as tasks:
-            pinging = tasks.create_task(self._ping(process))
+            works = [self._ping(process), *(each.run() for each in self.served)]
+            asking = [tasks.create_task(work) for work in works]
             returncode = await process.wait()
-            pinging.cancel()
+            for task in asking:
+                task.cancel()
         self.end()
         silent = ", killed because it had stopped answering"
         lived = duration(self.clock.now_ms() - started_ms)
@@ -280,18 +274,15 @@ class Child:
 
     async def _ping(self, process: ChildProcess) -> None:
         """Ping the server while it runs; kill it when it hangs."""
-        first_s = FIRST_PING_S
         while self._silent_ms <= HANG_MS:
-            could_ask = all([await each.ask() for each in self.served])
-            is_up = all(each.answered_ms is not None for each in self.served)
-            await asyncio.sleep(PING_S if is_up else first_s)
-            first_s = min(first_s * PING_GROWTH, LOOK_EVERY_MS / 1000)
+            for each in self.served:
+                each.ask()
+            await asyncio.sleep(PING_S)
             now_ms = self.clock.now_ms()
-            elapsed_ms = now_ms - self._looked_ms
-            if elapsed_ms >= LOOK_EVERY_MS:  # how long has it been silent, if it was asked?
-                self._looked_ms = now_ms
-                if elapsed_ms <= LATE_MS and could_ask and self.served:
-                    self._silent_ms += elapsed_ms
+            elapsed_ms, self._looked_ms = now_ms - self._looked_ms, now_ms
+            is_short = any(each.is_short for each in self.served)
+            if elapsed_ms <= LATE_MS and self.served and not is_short:
+                self._silent_ms += elapsed_ms
         process.send_signal(signal.SIGKILL)
 
     def answered(self) -> None:
@@ -308,20 +299,19 @@ class Child:
             each.end()
 
 
-class Served(Handler):
-    """The memory of one place: its servers' answers and last status. The handler of its pings."""
+class Served(KeptConnection):
+    """The memory of one place: its servers' answers and last status."""
 
     def __init__(
         self, directory: str, place: str, child: Child, metrics: Sequence[ServerMetrics]
     ) -> None:
         """`metrics`: of its weights, and of its KV memory if it has any."""
+        super().__init__(gms_socket(directory, place), msg.CATALOGUE)
         self.place, self._metrics = place, metrics
-        self.path = gms_socket(directory, place)
         self.answered_ms: float | None = None  # None: this process has not answered yet
         self.child = child
+        self.is_short = False  # no descriptor is left to ask with
         self._document: dict[str, Any] | None = None
-        self._conn: Connection | None = None
-        self._pid = 0
         self._relayed_id = 0  # of this process's events: those up to here are in our log
 
     @property
@@ -346,52 +336,38 @@ class Served(Handler):
         kv = kv and {**kv, "online": online}
         return {**self._document, "online": online, "kv": kv}
 
-    def begin(self, pid: int) -> None:
-        """The process `pid` serves it from now on."""
-        self._pid, self.answered_ms, self._relayed_id = pid, None, 0
-
-    async def ask(self) -> bool:
-        """Whether it could be asked: this process may have run short."""
+    async def _connect(self) -> None:
+        self.is_short = False
         try:
-            if self._conn is None or self._conn.is_closed:
-                self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
-                self._conn.send(msg.WatchMsg(since=self._relayed_id), 1)
-            elif self.answered_ms is not None:
-                self._conn.send(msg.StatusMsg(), 1)
+            await super()._connect()
         except UnderstudyError as error:
-            return error.code != "wire.no_descriptors"
-        except OSError:
-            return False
-        return True
+            self.is_short = error.code == "wire.no_descriptors"
+            raise
+
+    def begin(self, conn: Connection) -> None:
+        conn.send(msg.WatchMsg(since=self._relayed_id), 1)
+
+    def ask(self) -> None:
+        """Ask for its status, if it is there."""
+        if self.conn is not None:
+            self.conn.send(msg.StatusMsg(), 1)
 
     def end(self) -> None:
         """The process is gone: its status is void."""
-        self.answered_ms = None
+        self.answered_ms, self._relayed_id = None, 0
         for metrics in self._metrics:
             metrics.restarted(self.place)
-        if self._conn is not None:
-            self._conn.close("the server is gone")
 
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
+    def hear(self, message: Message, request_id: int) -> None:
         if isinstance(message, msg.EventMsg):
             self._relay(message.record)
-        elif not isinstance(message, msg.StatusReplyMsg):
-            return
-        elif message.document["pid"] != self._pid:
-            conn.close("the previous server answered, which is exiting")
-        else:
+        elif isinstance(message, msg.StatusReplyMsg):
             self.answered_ms = self.child.clock.now_ms()
             self.child.answered()
             self._document = message.document
             both = message.document, message.document["kv"]
             for metrics, document in zip(self._metrics, both, strict=False):
                 metrics.update(document)
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        """The next ping connects again."""
 
     def _relay(self, record: Mapping[str, Any]) -> None:
         self._relayed_id = record["id"]
