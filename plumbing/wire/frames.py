@@ -1,4 +1,4 @@
-"""Frames: a fixed header, one MessagePack map, and a count of the descriptors that belong to it.
+"""Frames: a fixed header, a MessagePack payload, and a count of the descriptors that belong to it.
 
     offset  size  field
     0       4     magic "USDY"
@@ -24,7 +24,7 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX, FRAME_BYTES_MAX
 
 MAGIC = b"USDY"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct(">4sBBHI")
 
 

@@ -1,4 +1,4 @@
-"""Typed messages: frozen structs on this side, one strict MessagePack map on the wire.
+"""Typed messages: frozen structs on this side, one strict MessagePack map each on the wire.
 
 A catalogue lists the messages of one protocol. An unknown type, an unknown or missing field, a
 wrong type and a value out of range are the peer's fault, and the error names the field. Nothing is
@@ -7,28 +7,26 @@ coerced: `true` is not an integer and `1` is not a string.
 
 from __future__ import annotations
 
-import reprlib
+import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from operator import or_
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from plumbing.errors import DISK, ProtocolError, RemoteError, UnderstudyError, is_disk_fault
 from plumbing.wire.limits import FRAME_BYTES_MAX
 
-REQUEST_ID_MAX = 2**63 - 1
+RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# What is wrong with a payload, by the place that msgspec names; anywhere else it is a field.
+PLACES = {"`$[0]`": "wire.bad_request_id", "`$[1].type`": "wire.unknown_type"}
 
 # An error is one sentence and a few facts. Both are cut to these sizes because they may quote what
 # a peer sent, and an error frame that is too large to send would be an error in sending an error.
 FAULT_MESSAGE_CHARS_MAX = 4096
 FAULT_DETAILS_BYTES_MAX = 64 * 1024
 
-# Parts of a peer's message that an error quotes: enough to recognise them, however large they are.
-SHOWN_CHARS_MAX = 60
-REASON_CHARS_MAX = 260
-
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = SHOWN_CHARS_MAX
+REASON_CHARS_MAX = 260  # of what an error quotes of a peer's message, however large that is
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -74,13 +72,14 @@ class Catalogue:
         self.frame_bytes_max = frame_bytes_max
         known: tuple[type[Message], ...] = (FaultMsg, *classes)
         self.classes = {type_of(cls): cls for cls in known}
+        pair: Any = tuple
+        self._decoder = msgspec.msgpack.Decoder(pair[RequestId, functools.reduce(or_, known)])
 
     def encode(self, message: Message, request_id: int = 0) -> bytes:
-        """The payload of `message`: one MessagePack map with `type`, `id` and the fields."""
-        kind = message.TYPE
-        if self.classes.get(kind) is not type(message):
+        """The payload of `message`: a MessagePack array of its request id and one map."""
+        if self.classes.get(message.TYPE) is not type(message):
             raise TypeError(f"{type(message).__name__} is not in this catalogue")
-        return _pack({"type": kind, "id": request_id, **msgspec.structs.asdict(message)})
+        return _pack((request_id, message))
 
     def decode(self, payload: bytes, fd_count: int) -> tuple[Message, int]:
         """The message in `payload` and its request id.
@@ -89,29 +88,22 @@ class Catalogue:
             ProtocolError: a code under `wire.`.
         """
         try:
-            body = msgspec.msgpack.decode(payload)
-        except Exception as error:  # also RecursionError: nested too deeply
-            why = f"the payload is not one MessagePack map: {error}"
-            raise ProtocolError("wire.bad_payload", why) from error
-        if not isinstance(body, dict):
-            raise ProtocolError("wire.bad_payload", "the payload is not a MessagePack map")
-        kind, request_id = body.get("type"), body.pop("id", None)
-        if type(request_id) is not int or not 0 <= request_id <= REQUEST_ID_MAX:
-            raise ProtocolError("wire.bad_request_id", f"not a request id: {shown(request_id)}")
-        cls = self.classes.get(kind) if isinstance(kind, str) else None
-        if cls is None:
-            raise ProtocolError("wire.unknown_type", f"there is no message {shown(kind)} here")
-        try:
-            message = msgspec.convert(body, cls, builtin_types=(bytes,))
+            request_id, message = self._decoder.decode(payload)
         except msgspec.ValidationError as error:
-            # "Expected `str`, got `int` - at `$.lock`"; it may quote the peer's field names.
-            reason = str(error)[:REASON_CHARS_MAX]
-            raise ProtocolError("wire.bad_field", f"bad {kind} message: {reason}") from error
+            # "Expected `str`, got `int` - at `$[1].lock`"; it may quote the peer's field names.
+            reason = str(error)
+            place = reason.rpartition(" - at ")[2]
+            code = PLACES.get(place, "wire.bad_payload" if place == reason else "wire.bad_field")
+            why = f"the payload is not a message: {reason[:REASON_CHARS_MAX]}"
+            raise ProtocolError(code, why) from error
+        except Exception as error:  # also RecursionError: nested too deeply
+            why = f"the payload is not MessagePack: {error}"
+            raise ProtocolError("wire.bad_payload", why) from error
         least, most = message.FDS
         if not least <= fd_count <= most:
             raise ProtocolError(
                 "wire.fd_count",
-                f"{kind} carries {least} to {most} descriptors, {fd_count} arrived",
+                f"{message.TYPE} carries {least} to {most} descriptors, {fd_count} arrived",
             )
         return message, request_id
 
@@ -127,13 +119,6 @@ def fault_of(error: UnderstudyError) -> FaultMsg:
             details[name] = value
             room -= size
     return FaultMsg(error.code, error.message[:FAULT_MESSAGE_CHARS_MAX], details)
-
-
-def shown(value: Any) -> str:
-    """`value` as an error shows it: its beginning, at a cost that does not grow with it."""
-    if isinstance(value, str | bytes):
-        value = value[:SHOWN_CHARS_MAX]
-    return _repr.repr(value)[:SHOWN_CHARS_MAX]
 
 
 def _pack(value: Any) -> bytes:

@@ -70,7 +70,7 @@ def frame(payload: bytes, fds: int = 0, length: int | None = None) -> bytes:
 
 def valid(cls: type[Message], request_id: int = 1) -> bytes:
     """The payload of a plain message of `cls`."""
-    packed: bytes = msgpack.packb({"type": type_of(cls), "id": request_id, **body_of(cls)})
+    packed: bytes = msgpack.packb([request_id, {"type": type_of(cls), **body_of(cls)}])
     return packed
 
 
@@ -85,7 +85,7 @@ def seeds(catalogue: Catalogue) -> Iterator[tuple[str, bytes]]:
     for cls in classes(catalogue):
         least = cls.FDS[0]
         yield f"valid-{type_of(cls)}", bytes([least]) + frame(valid(cls), least)
-    request = frame(msgpack.packb({"type": "status", "id": 1}))
+    request = frame(msgpack.packb([1, {"type": "status"}]))
     yield "many-requests", b"\0" + request * 200
     yield "fds-nobody-announced", b"\5" + request
     yield "fds-that-never-came", b"\0" + frame(b"", 7)
@@ -93,20 +93,20 @@ def seeds(catalogue: Catalogue) -> Iterator[tuple[str, bytes]]:
     yield "half-a-frame-with-fds", b"\2" + frame(b"\x80", 2, 100)
     yield "length-of-four-gib", b"\0" + frame(b"", 0, 2**32 - 1)
     nested = b"\x91" * 1015 + b"\xc0"
-    words = ("type", "attach", "id", 1, "mode", "ro", "incarnation", "i", "engine")
+    words = ("type", "attach", "mode", "ro", "incarnation", "i", "engine")
     fields = b"".join(msgpack.packb(word) for word in words)
-    yield "nested-value", b"\0" + frame(b"\x85" + fields + nested)
+    yield "nested-value", b"\0" + frame(b"\x92\x01\x84" + fields + nested)
     yield "array-of-four-billion", b"\0" + frame(b"\xdd\xff\xff\xff\xff")
     yield "extension-type", b"\0" + frame(b"\xc7\x08\xff" + bytes(8))
-    yield "bytes-as-keys", b"\0" + frame(msgpack.packb({b"type": "status", b"id": 1}))
-    yield "no-map", b"\0" + frame(msgpack.packb([1]))
-    yield "two-maps", b"\0" + frame(msgpack.packb({}) * 2)
+    yield "bytes-as-keys", b"\0" + frame(msgpack.packb([1, {b"type": "status"}]))
+    yield "no-map", b"\0" + frame(msgpack.packb([1, [1]]))
+    yield "two-messages", b"\0" + frame(msgpack.packb([1, {}]) * 2)
     huge = "x" * 5000
-    yield "huge-type", b"\0" + frame(msgpack.packb({"type": huge, "id": 1}))
-    yield "huge-field", b"\0" + frame(msgpack.packb({"type": "status", "id": 1, huge: 1}))
+    yield "huge-type", b"\0" + frame(msgpack.packb([1, {"type": huge}]))
+    yield "huge-field", b"\0" + frame(msgpack.packb([1, {"type": "status", huge: 1}]))
     identity = {huge: b"no plain data"}
     body = {"engine": "e", "incarnation": "i", "mode": "ro", "identity": identity}
-    yield "huge-identity-key", b"\0" + frame(msgpack.packb({"type": "attach", "id": 1, **body}))
+    yield "huge-identity-key", b"\0" + frame(msgpack.packb([1, {"type": "attach", **body}]))
 
 
 anything: st.SearchStrategy[Any] = st.recursive(
@@ -126,14 +126,14 @@ anything: st.SearchStrategy[Any] = st.recursive(
 def payloads(draw: st.DrawFn, catalogue: Catalogue) -> bytes:
     """A message of the catalogue, with up to three of its fields replaced, removed or added."""
     cls = draw(st.sampled_from(classes(catalogue)))
-    body = {"type": type_of(cls), "id": draw(st.integers(0, 3)), **body_of(cls)}
+    body = {"type": type_of(cls), **body_of(cls)}
     for _ in range(draw(st.integers(0, 3))):
         name = draw(st.sampled_from([*body, "surplus"]) if body else st.just("surplus"))
         if draw(st.booleans()):
             body[name] = draw(anything)
         else:
             body.pop(name, None)
-    packed: bytes = msgpack.packb(body)
+    packed: bytes = msgpack.packb([draw(st.integers(0, 3) | anything), body])
     return packed
 
 

@@ -121,7 +121,7 @@ def test_blocking_client_refuses_a_bad_frame_and_leaks_nothing(
     client, theirs = pair
     passed = os.memfd_create("x")
     before = len(open_fds())
-    nonsense = encode_frame(msgpack.packb({"type": "nonsense", "id": 0}), 0)
+    nonsense = encode_frame(msgpack.packb([0, {"type": "nonsense"}]), 0)
     socket.send_fds(theirs, [_frame("fine", fds=1) + nonsense], [passed])
     with pytest.raises(ProtocolError, match=r"wire\.unknown_type"):
         client.receive(5)
