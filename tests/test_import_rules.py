@@ -373,9 +373,9 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_250,
+    "plumbing": 6_235,
     "lockserver": 5_960,
-    "gms": 8_605,
+    "gms": 8_470,
     "engine": 15_935,
     "gateway": 9_990,
     "pool": 6_880,
