@@ -257,7 +257,7 @@ async def test_sigterm_accepts_no_more_and_ends_once_the_streams_have(world: Wor
     world.release()
     assert await rest_is_whole(stream)
     assert await asyncio.to_thread(world.gateway.wait) == 0
-    await asyncio.to_thread(world.gateway.start)
+    world.gateway.spawn()  # not in a thread, with whose end the kernel would kill it
     assert whole(await newcomer.answer())
 
 
