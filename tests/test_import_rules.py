@@ -377,7 +377,7 @@ LINES_MAX = {
     "lockserver": 5_960,
     "gms": 8_470,
     "engine": 15_935,
-    "gateway": 9_990,
+    "gateway": 9_995,
     "pool": 6_880,
     "understudy": 7_805,
     "hack": 5_700,

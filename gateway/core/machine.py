@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence, Set
 from gateway.core import events as ev
 from gateway.core.answers import Failure, error_event, failure
 from gateway.core.client_request import (
+    DELIVERING,
     PROGRESS_TOKENS,
     REQUEST_BYTES,
     Attempt,
@@ -179,10 +180,12 @@ def objection(request: ClientRequest, hello: Hello) -> Failure | None:
 
 
 def is_replayed(request: ClientRequest) -> bool:
-    """Whether an engine works for it before anything new comes: the prefill of a resume."""
+    """Whether an engine works for it before anything new comes: the prefill of a resume. Engines
+    play a journal before they have computed it."""
     if not request.is_resumed_by_front:
-        return request.state in REPLAYS
-    has_new = request.unplayed_tokens < 0  # engines play a journal before they have computed it
+        is_joined = request.state in DELIVERING and request.paused_since_ms is not None
+        return is_joined or request.state in REPLAYS
+    has_new = request.unplayed_tokens < 0
     return request.state in UNANSWERED or (request.state is RequestState.RELAYING and not has_new)
 
 
@@ -595,7 +598,9 @@ class Gateway:
         tokens, pause_ms = request.delivered_tokens, now_ms - since_ms
         engine, token = attempt.engine, attempt.token
         self.outbox.append(ev.StreamResumed(request.number, engine, token, tokens, pause_ms))
+        self.resuming -= is_replayed(request)
         request.paused_since_ms = None
+        self.resuming += is_replayed(request)
         request.steer()
 
     def played(self, request: ClientRequest, tokens: int) -> None:
@@ -642,8 +647,8 @@ class Gateway:
             event = b"\n\n" + HANDED_OVER if is_handed_over else request.engine_error
             self.fail(request, failure("gateway.broken"), event=event)
             return
-        if request.state is RequestState.STREAMING and request.paused_since_ms is None:
-            request.paused_since_ms = now_ms
+        begins_pause = request.state is RequestState.STREAMING and request.paused_since_ms is None
+        if begins_pause:
             tokens = len(request.tokens)
             self.outbox.append(
                 ev.StreamPaused(request.number, cause, attempt.engine, attempt.token, tokens)
@@ -653,6 +658,8 @@ class Gateway:
             request.held_bytes = 0
             self.weigh(request)
         self.fire(request, Turn.BREAK)
+        if begins_pause:
+            request.paused_since_ms = now_ms
         request.replay = None
         is_once = request.is_lean or not request.is_inference or request.passing is not None
         if request.state is RequestState.WAITING and is_once:

@@ -115,7 +115,9 @@ class Walk:
         requests = desk.requests.values()
         assert set(desk.requests) == self.open
         assert desk.shared.memory_bytes == sum(each.charged_bytes for each in requests)
-        assert desk.resuming == sum(each.state in REPLAYS for each in requests)
+        # Until its next token: an engine repeats a journal before it has computed anything.
+        paused = [each for each in requests if each.paused_since_ms is not None]
+        assert desk.resuming == sum(each.attempt is not None for each in paused)
         waiting = {
             each.number
             for each in requests
