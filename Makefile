@@ -60,7 +60,7 @@ types: setup ## mypy --strict
 DEVELOP := PYTHONDEVMODE=1 PYTHONMALLOC=pymalloc
 PYTEST = $(DEVELOP) $(PY) -m pytest --ignore=tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup ## the tests: five minutes on two cores, without GPU, vLLM or Debian packages
+test: setup ## the tests: four minutes on two cores, without GPU, vLLM or Debian packages
 	$(PYTEST) -m "not system and not slow" $(ARGS)
 
 test-all: setup ## all tests that need neither a GPU nor vLLM, the slow ones included
