@@ -285,13 +285,16 @@ class Writer(WeightsSession):
 
     def _next_slab_bytes(self, missing_bytes: int) -> int:
         """What is planned and not there yet, and a little for alignment, but what the device has
-        free at most: a small device gets small slabs. Never below what is missing: then the server
-        refuses it, with its explanation."""
+        free at most: a small device gets small slabs. What is missing and not free the server waits
+        for, or refuses with its explanation; slabs are no smaller for that."""
         mapped_bytes, wanted = self.attachment.range.mapped_bytes, self._slab_bytes
         if self._planned_bytes is not None:
             rest = max(self._planned_bytes - mapped_bytes, self._planned_bytes // SLABS_WANTED)
             wanted = min(wanted, rest + rest // 64)
-        whole = max(missing_bytes, min(wanted, self._grant.free_bytes - mapped_bytes))
+        room_bytes = self._grant.free_bytes - mapped_bytes
+        if room_bytes < missing_bytes:
+            room_bytes = (self._planned_bytes or 0) // SLABS_WANTED
+        whole = max(missing_bytes, min(wanted, room_bytes))
         granularity, cap = (
             self._grant.granularity_bytes,
             self.attachment.memory.allocation_bytes_max,

@@ -12,8 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from gms import epoch_file
+from gms.client.weights import SLABS_WANTED
+from gms.manifest import SLABS_MAX
 from gms.vmm.host import HostAllocation, HostMemory
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.fds import OwnedFd
@@ -116,6 +119,20 @@ def test_tensor_larger_than_a_slab_may_be_spans_slabs(gms: GmsProcess):
             for name, data in (("a", b"first"), ("b", content), ("c", b"last")):
                 assert reader.read(name) == committed.read(name) == data
             assert reader.view("b") == content
+
+
+@host_only
+def test_many_tensors_take_few_slabs_though_nothing_was_free_when_the_load_began(gms: GmsProcess):
+    """As where another epoch or KV memory is being freed. One slab for each would be too many."""
+    count = 2 * SLABS_MAX
+    with gms.writer() as writer:
+        writer._grant = structs.replace(writer._grant, free_bytes=0)
+        writer.plan(count * PAGE)
+        for index in range(count):
+            writer.place(str(index), PAGE, (PAGE,), "uint8")
+        with writer.commit(IDENTITY) as reader:
+            assert len(reader.slab_sizes) <= SLABS_MAX
+            assert reader.size_bytes <= count * PAGE + count * PAGE // SLABS_WANTED
 
 
 def test_epoch_file_is_held_until_the_last_process_releases_it(directory: str):
