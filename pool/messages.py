@@ -60,9 +60,9 @@ class PooledModel(Struct, frozen=True, forbid_unknown_fields=True):
     since_ms: Millis = 0.0
     reason: Sentence = ""
     tier: Tier = Tier.COLD
-    memory: Annotated[dict[DeviceName, PoolBytes], Meta(max_length=DEVICES_MAX)] = field(
-        default_factory=dict
-    )
+    memory: Annotated[  # of each device, and of host memory
+        dict[DeviceName, PoolBytes], Meta(max_length=DEVICES_MAX + 1)
+    ] = field(default_factory=dict)
     rules: PooledRules | None = None
 
 
