@@ -375,13 +375,13 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_235,
     "lockserver": 5_960,
-    "gms": 8_475,
+    "gms": 8_480,
     "engine": 15_935,
     "gateway": 9_995,
     "pool": 6_760,
     "understudy": 7_805,
     "hack": 5_700,
-    "tests": 61_180,
+    "tests": 61_195,
 }
 
 

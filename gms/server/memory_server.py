@@ -303,6 +303,7 @@ class MemoryServer(abc.ABC, Generic[M]):
     blocked: ClassVar[str]  # what no engine may do while it is unknown who maps one
     is_lent_writable: ClassVar[bool]
     machine: M
+    is_begun = False
 
     def __init__(self, place: MemoryPlace) -> None:
         self.place, self.clock = place, place.clock
@@ -314,12 +315,15 @@ class MemoryServer(abc.ABC, Generic[M]):
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Find what an earlier server left. May be repeated if it fails."""
+        """Find what an earlier server left. May be repeated if it fails, or another part has."""
+        if self.is_begun:
+            return
         name = f"gms-{self.tag}-{{}}-{self.device}"
         self._driver = DriverThread(name.format("driver"))
         self._closer = DriverThread(name.format("closer"))
         self.watch = MemoryWatch(self, self._driver)
         self._begin()
+        self.is_begun = True
         self.handle(self.machine.deadline_passed)  # watches what is there
 
     async def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,22 @@ def memfd(size_bytes: int) -> OwnedFd:
     fd = OwnedFd(os.memfd_create("no slab of ours"))
     os.ftruncate(fd.fileno(), size_bytes)
     return fd
+
+
+def test_start_is_repeated_until_every_part_of_a_place_can_begin(directory: str):
+    """The KV part fails first, when the weights' part has locked its journal already."""
+    gms = GmsProcess(directory)
+    path = names.region_path(directory, gms.device, names.KV, "a" * 32)
+    os.symlink(path, path)  # a loop
+    env = gms.environment()
+    gms.process = subprocess.Popen(gms.words, stderr=subprocess.PIPE, env=env)
+    try:
+        assert any(b"is not served" in line for line in gms.process.stderr)
+        os.unlink(path)
+        until(gms.is_up, "the place to be served")
+    finally:
+        gms.process.stderr.close()
+        gms.stop()
 
 
 @host_only  # whose slabs may be small
