@@ -180,8 +180,8 @@ class Incarnation:
         }
 
     def tick(self, *, is_asked: bool) -> None:
-        """Once a second: look for new processes, and, unless its health is asked for, whether they
-        run."""
+        """Once a second, look for new processes. Unless the health check asks the backend, look for
+        stopped ones, too."""
         try:
             self.tree.scan()
             stopped = [] if is_asked else self.tree.stopped()

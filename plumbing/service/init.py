@@ -10,8 +10,8 @@ SIGHUP replaces a replaceable program: init starts a second one, with the first 
 SUCCEEDS_ENV; the first ends by itself. Init restarts the newest that has sent READY=1.
 
 The watchdog follows systemd's protocol: the program sends READY=1, and from then on WATCHDOG=1, to
-NOTIFY_SOCKET. With YIELD_MS beside READY=1 it leaves the machine for so long, if it dies, to
-whoever takes over: to start Python takes a third of a second of CPU.
+NOTIFY_SOCKET. A program that sends YIELD_MS with READY=1 is restarted that much later: a start of
+Python takes 0.3 s of CPU, which the engine that takes over needs.
 The surprising thing: silence is counted in ticks that init itself got on time. A pod that is frozen
 or starved of CPU delays init too, and then nothing counts.
 """

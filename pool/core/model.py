@@ -123,7 +123,8 @@ class ModelEngine(KeptEngine, eq=False, kw_only=True):
 
     @property
     def gives_kv_back(self) -> bool:
-        """It has it still, or no more, and takes none under its goal: what is free stays free."""
+        """The engine releases its KV memory under our newest goal. It takes none before another
+        goal, so memory that is free then stays free."""
         return self.has_obeyed and self.said is not None and self.said.state == "releasing"
 
     @property

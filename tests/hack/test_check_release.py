@@ -41,5 +41,5 @@ def test_a_broken_contract_says_what_an_engine_does_without(tmp_path: Path):
 
 
 def test_contracts_name_files_of_ours_that_exist():
-    """Whoever reads a report must find the file that needs what is broken."""
+    """A report names the file of ours that needs the broken contract."""
     assert {user for user in CONTRACTS if not (Path(HERE) / user).exists()} == set()
