@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ async def page_of(directory: Path) -> AsyncIterator[str]:
     following = asyncio.create_task(hub.run())
     runner = web.AppRunner(application(hub), shutdown_timeout=0)
     await runner.setup()
-    (sock,) = bind("127.0.0.1", 0)
+    sock = bind("127.0.0.1", 0)
     await web.SockSite(runner, sock).start()
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}/"
@@ -87,7 +87,7 @@ async def test_page_is_one_small_file_that_runs_and_reaches_nothing_else(tmp_pat
 async def test_name_that_an_attacker_may_own_reads_nothing_but_the_probe(tmp_path: Path):
     """Goal: DNS rebinding shows nothing of a pod. Method: every path with a foreign Host."""
     async with page_of(tmp_path) as address, aiohttp.ClientSession() as session:
-        for path, status in (("", 421), ("ui", 421), ("stream", 421), ("live", 200)):
+        for path, status in (("", 421), ("ui", 421), ("news", 421), ("live", 200)):
             headers = {"Host": "attacker.example"}
             async with session.get(f"{address}{path}", headers=headers) as answer:
                 assert answer.status == status
@@ -109,47 +109,43 @@ async def test_request_that_is_no_http_is_refused_and_not_logged(
     assert caplog.records == []
 
 
-async def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path: Path):
-    """Goal: one stream has all parts; a missing one is named. Method: a lock server alone, killed
-    while the stream is read, and started again."""
+async def test_news_say_what_is_known_what_happened_and_which_part_is_gone(tmp_path: Path):
+    """Goal: the news have all parts; a missing one is named. Method: a lock server alone, killed
+    while the news are read, and started again; then a page that has heard nothing yet."""
     tmp_path.chmod(0o700)
     server = ServerProcess(str(tmp_path))
     server.start()
     with contextlib.closing(server):
-        async with (
-            page_of(tmp_path) as address,
-            aiohttp.ClientSession() as session,
-            session.get(f"{address}stream") as answer,
-            asyncio.timeout(60),
-        ):
-            assert "Access-Control-Allow-Origin" not in answer.headers
+        async with page_of(tmp_path) as address, aiohttp.ClientSession() as session:
+            since, kinds = "", []
 
-            async def until_said(*wanted: Callable[[dict[str, Any]], Any]) -> None:
-                """Each of them, in any order."""
-                left = list(wanted)
-                async for line in answer.content:
-                    said = json.loads(line[6:]) if line.startswith(b"data: ") else {}
-                    left = [each for each in left if not each(said)]
-                    if not left:
-                        return
-                raise AssertionError("the stream has ended")
+            async def news(since: object = "") -> dict[str, Any]:
+                async with session.get(f"{address}news?since={since}") as answer:
+                    assert "Access-Control-Allow-Origin" not in answer.headers
+                    return dict(await answer.json())
 
-            def error(said: dict[str, Any]) -> Any:
-                """Of the lock server, None if it answers, "" in an event."""
-                found = [each["error"] for each in said.get("parts", ())]
-                return found[0] if found else ""
+            async def until_said(kind: str, is_there: bool, count: int = 1) -> dict[str, Any]:
+                nonlocal since
+                async with asyncio.timeout(60):
+                    while True:
+                        said = await news(since)
+                        since = said["next"]
+                        kinds.extend(each["type"] for each in said["events"])
+                        errors = [each["error"] for each in said["parts"]]
+                        if kinds.count(kind) == count and errors and is_there == (not errors[0]):
+                            return said
 
-            await until_said(
-                lambda said: said.get("event", {}).get("type") == "lockserver.started",
-                lambda said: error(said) is None and said["state"] == "down",
-            )
+            said = await until_said("lockserver.started", is_there=True)
+            assert said["state"] == "down"
             server.kill()
-            await until_said(
-                lambda said: said.get("event", {}).get("type") == "pod.gone",
-                lambda said: error(said) and said["problems"],
-            )
+            said = await until_said("pod.gone", is_there=False)
+            assert said["problems"]
             server.start()
-            await until_said(lambda said: error(said) is None)
+            await until_said("lockserver.started", is_there=True, count=2)
+            first = await news()
+            assert [each["type"] for each in first["events"]] == kinds
+            assert first["next"] == since == len(kinds)
+            await news("9" * 5000)
 
 
 @pytest.mark.slow
@@ -162,7 +158,7 @@ async def test_page_follows_deaths_without_a_reload(pod: Pod, tmp_path: Path):
     whole = await pod.whole()
     (other,) = whole.standbys
     async with page_of(pod.directory) as address, tab(tmp_path) as page:
-        await page.tell("Network.setBlockedURLs", urls=["*/stream"])
+        await page.tell("Network.setBlockedURLs", urls=["*/news*"])
         await page.go(address)
         await page.evaluate("window.wasHere = true")
         assert await page.evaluate(SOUNDNESS) == "connecting rgb(87, 96, 106)"  # grey

@@ -1,9 +1,9 @@
-"""`understudy ui`: one page for all parts of a pod, and the one stream of events that it reads.
+"""`understudy ui`: one page for all parts of a pod, and the news that it reads.
 
 While a page is open, all parts are asked over their Unix sockets, every other second and after each
-event. The stream has the kept events, and then everything new; a page that reconnects is told all
-of it again. The page only reads, runs only the script that it contains, and connects only to where
-it came from. Requests must name a host that no attacker can own (`plumbing.service.hosts`).
+event. A new page is told the kept events first. The page only reads, runs only the script that it
+contains, and connects only to where it came from. Requests must name a host that no attacker can
+own (`plumbing.service.hosts`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import base64
 import contextlib
 import hashlib
 import logging
+import math
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,15 @@ from plumbing.service.hosts import KnownHosts, bind
 from plumbing.service.log import is_our_fault
 from plumbing.service.signals import until_ended
 from plumbing.text import to_json
-from understudy.status.gather import PodPart, follow_events, pod_parts, said_of, view_of
+from understudy.status.gather import PodPart, Record, follow_events, pod_parts, said_of, view_of
 from understudy.status.view import front_view
 
 PAGE = Path(__file__).parent / "page.html"
 PARTS_MAX = 64
 EVENTS_MAX = 2000  # of all parts, some 300 bytes each, and told to each new page
-QUEUE_MAX = 4000  # lines that wait for one page; one that reads more slowly begins anew
-READERS_MAX = 32
 POLL_S = 2.0
 SETTLE_S = 0.1  # after an event, so that a burst of them costs one question to each part
 ANSWER_S = 3.0
-HEARTBEAT_S = 15.0  # below the 30 to 60 s after which proxies cut a silent connection
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
@@ -63,33 +61,47 @@ def policy_of(page: str) -> dict[str, str]:
 
 
 class Hub:
-    """What is known of the pod in `directory`, and the pages that are told."""
+    """What is known of the pod in `directory`, for all pages."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._parts: dict[str, PodPart] = {}  # that have or had a socket, by that
-        self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
-        self._is_due = asyncio.Event()
-        self._readers: set[asyncio.Queue[str]] = set()
+        self._events: deque[tuple[int, Record]] = deque(maxlen=EVENTS_MAX)
+        self._count = 0  # of the events so far
+        self._heard = asyncio.Condition()
+        self._asking = asyncio.Lock()
+        self._found: tuple[float, int, dict[str, Any]] = (-math.inf, 0, {})  # when, at which count
 
     async def run(self) -> None:
-        """Hear the events of all parts, and ask them again and again while a page is open, until
-        cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._hear())
-            while True:
-                self._is_due.clear()
-                self._parts |= {part.path: part for part in pod_parts(self._directory)}
-                if self._readers:
-                    await self._look([*self._parts.values()][:PARTS_MAX])
-                await asyncio.sleep(SETTLE_S)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
-                        await self._is_due.wait()
+        """Hear the events that the parts keep, and new ones, until cancelled."""
+        async with contextlib.aclosing(follow_events(self._directory, 0.0)) as records:
+            async for record in records:
+                self._count += 1
+                self._events.append((self._count, record))
+                async with self._heard:
+                    self._heard.notify_all()
 
-    async def _look(self, parts: Sequence[PodPart]) -> None:
-        """Tell what each part says of itself, and of the whole what `understudy status` says."""
-        said = await said_of(parts, ANSWER_S)
+    async def news(self, since: int | None) -> dict[str, Any]:
+        """Once there is an event after number `since`, or `POLL_S` have passed: the events since
+        then, and what the parts say now. None: all events, at once. `next`: the next `since`."""
+        if since is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S), self._heard:
+                    await self._heard.wait_for(lambda: self._count > since)
+            await asyncio.sleep(SETTLE_S)
+        async with self._asking:  # one page asks the parts, and the others get what it has found
+            now_s = asyncio.get_running_loop().time()
+            found_s, count, found = self._found
+            if count != self._count or now_s - found_s > POLL_S:
+                count, found = self._count, await self._look()
+                self._found = (now_s, count, found)
+        events = [record for number, record in self._events if number > (since or 0)]
+        return {**found, "events": events, "next": self._count}
+
+    async def _look(self) -> dict[str, Any]:
+        """What each part says of itself, and of the whole what `understudy status` says."""
+        self._parts |= {part.path: part for part in pod_parts(self._directory)}
+        said = await said_of([*self._parts.values()][:PARTS_MAX], ANSWER_S)
         view = view_of(self._directory, said)
         if (front := view["gateway"] or {}) and "pods" in front:
             view = front_view(view["dir"], front)
@@ -97,51 +109,11 @@ class Hub:
             {"part": part.name, "kind": part.kind, "error": status.get("error"), "status": status}
             for part, status in said.items()
         ]
-        if about:
-            self.tell({"state": view["state"], "problems": view["problems"], "parts": about})
-
-    async def _hear(self) -> None:
-        """Every event that the parts keep, and new ones; also that a part is gone, or back."""
-        async with contextlib.aclosing(follow_events(self._directory, 0.0)) as records:
-            async for record in records:
-                said = {"event": record}
-                self._events.append(said)
-                self.tell(said)
-                self._is_due.set()
-
-    def tell(self, said: dict[str, Any]) -> None:
-        line = to_json(said)
-        for queue in tuple(self._readers):
-            try:
-                queue.put_nowait(line)
-            except asyncio.QueueFull:
-                self._readers.discard(queue)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._readers) >= READERS_MAX
-
-    async def lines(self) -> AsyncGenerator[str]:
-        """The kept events, what happens, and an empty line when nothing does; ends for a reader
-        that is too slow."""
-        queue: asyncio.Queue[str] = asyncio.Queue(QUEUE_MAX)
-        self._readers.add(queue)
-        self._is_due.set()
-        try:
-            for said in tuple(self._events):
-                yield to_json(said)
-            while queue in self._readers:
-                try:
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        yield await queue.get()
-                except TimeoutError:
-                    yield ""
-        finally:
-            self._readers.discard(queue)
+        return {"state": view["state"], "problems": view["problems"], "parts": about}
 
 
 def application(hub: Hub, allowed_hosts: Iterable[str] = ()) -> web.Application:
-    """`/` is the page, `/stream` what it reads, `/live` the probe."""
+    """`/` is the page, `/news` what it reads, `/live` the probe."""
     logging.getLogger("aiohttp.server").addFilter(is_our_fault)
     page, known = PAGE.read_text(), KnownHosts(allowed_hosts)
     headers = policy_of(page)
@@ -160,28 +132,16 @@ def application(hub: Hub, allowed_hosts: Iterable[str] = ()) -> web.Application:
     async def live(request: web.Request) -> web.StreamResponse:
         return web.json_response({"ok": True, "reason": "running"})
 
-    async def stream(request: web.Request) -> web.StreamResponse:
-        if hub.is_full:
-            return web.Response(status=503, text=f"{READERS_MAX} pages are open, the limit\n")
-        answer = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # nginx would keep the events until its buffer is full
-            }
-        )
-        await answer.prepare(request)
-        with contextlib.suppress(ConnectionError):
-            async with contextlib.aclosing(hub.lines()) as lines:
-                async for line in lines:
-                    await answer.write(f"data: {line}\n\n".encode() if line else b": idle\n\n")
-        return answer
+    async def news(request: web.Request) -> web.StreamResponse:
+        since = request.query.get("since", "")
+        found = await hub.news(int(since[:15]) if since.isdecimal() else None)
+        return web.json_response(text=to_json(found), headers={"Cache-Control": "no-store"})
 
     app = web.Application(middlewares=[only_known])
     app.router.add_get("/", show)
     app.router.add_get("/ui", show)
     app.router.add_get("/live", live)
-    app.router.add_get("/stream", stream)
+    app.router.add_get("/news", news)
     return app
 
 
@@ -192,14 +152,13 @@ async def run(directory: Path, host: str, port: int, allowed_hosts: Iterable[str
         UnderstudyError: `service.port_in_use`.
         UsageError: `service.cannot_bind`.
     """
-    socks = bind(host, port)
+    sock = bind(host, port)
     hub = Hub(directory)
     following = asyncio.create_task(hub.run())
     runner = web.AppRunner(application(hub, allowed_hosts), access_log=None, shutdown_timeout=0)
     try:
         await runner.setup()
-        for sock in socks:
-            await web.SockSite(runner, sock).start()
+        await web.SockSite(runner, sock).start()
         notify.ready()
         await until_ended(following)
     finally:
