@@ -29,7 +29,7 @@ from gateway.server.exchange import GatewayExchange
 from gateway.server.requests import HttpRequest, Intake
 from gateway.server.responses import OwnAnswer
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
-from plumbing.service.hosts import bind_one
+from plumbing.service.hosts import bind
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.tcp import Security
 from pool.core.events import ShutDoor
@@ -102,7 +102,7 @@ class HopDoor:
         tls = None if security is None else security.server_context
         if tls is not None:
             tls()
-        sock = bind_one(host, port, "--hop", BACKLOG)
+        sock = bind(host, port, "--hop", BACKLOG)
         self.port = sock.getsockname()[1]
         fd = OwnedFd(sock.detach())
         self._security, self.address = security, f"{host}:{self.port}"

@@ -28,7 +28,7 @@ from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import gateway_socket
 from plumbing.service.clock import Clock, SystemClock, moment
 from plumbing.service.events import EventLog
-from plumbing.service.hosts import bind_one
+from plumbing.service.hosts import bind
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.metrics import Metrics
 from plumbing.service.notify import restarts
@@ -235,7 +235,7 @@ class FrontServer(GatewayProgram):
         await self.control.start()  # first: it guards the directory
         await self.http.start()
         host, port = self.settings.listen
-        sock = bind_one(host, port, "--listen", BACKLOG)
+        sock = bind(host, port, "--listen", BACKLOG)
         self.address = f"{host}:{sock.getsockname()[1]}"
         self.exchange.accept(OwnedFd(sock.detach()))
         self.accepting_ms = self.clock.now_ms()

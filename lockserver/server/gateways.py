@@ -42,7 +42,7 @@ from lockserver.status import Here, wait
 from plumbing.errors import ProtocolError, UnderstudyError, is_shortage
 from plumbing.pod.models import ACTIVE
 from plumbing.service.clock import moment
-from plumbing.service.hosts import bind_one
+from plumbing.service.hosts import bind
 from plumbing.text import split_address
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
@@ -102,7 +102,7 @@ class ServiceSocket:
         """
         host, port = split_address(self.address)
         flag = f"--service {ACTIVE}=HOST:PORT"
-        self._sock, self.problem = bind_one(host, port, flag, BACKLOG), None
+        self._sock, self.problem = bind(host, port, flag, BACKLOG), None
 
     def bind_again(self, now_ms: float) -> bool:
         """Bind what is not here, once a second; whether it is here."""

@@ -57,7 +57,7 @@ from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import lockserver_socket
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import Event, EventLog
-from plumbing.service.hosts import bind_one
+from plumbing.service.hosts import bind
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.service.process import strangers_max
@@ -183,7 +183,7 @@ class LockServer:
         self._tick()
         try:
             if self.tcp is not None and (where := self.settings.listen) is not None:
-                self.tcp.start(bind_one(where.host, where.port, "--listen", CONNECTIONS_MAX))
+                self.tcp.start(bind(where.host, where.port, "--listen", CONNECTIONS_MAX))
         except BaseException:
             await self.close()
             raise

@@ -1,4 +1,4 @@
-"""The addresses at which an HTTP port listens, and the names by which clients may ask it.
+"""The address at which a port listens, and the names by which clients may ask it.
 
 A web page of attacker.example whose DNS name is changed to a pod's address has the same host as its
 requests (DNS rebinding), and plain HTTP shows no other sign of it. So names are known or refused;
@@ -82,10 +82,10 @@ def _plain(name: str) -> str:
 
 
 def bind(
-    host: str, port: int, *, flag: str = "--http-host or --http-port", backlog: int = BACKLOG
-) -> list[socket.socket]:
-    """Sockets that listen on every address of `host`; port 0 is one free port for all of them.
-    `flag`: what chooses another address.
+    host: str, port: int, flag: str = "--http-host or --http-port", backlog: int = BACKLOG
+) -> socket.socket:
+    """A socket that listens at `host`, of a name with several addresses at one, an IPv4 address if
+    there is any. The kernel chooses port 0. `flag`: what chooses another address.
 
     Raises:
         UnderstudyError: `service.port_in_use`, with the port and the process that has it.
@@ -94,7 +94,11 @@ def bind(
     try:
         if not host or not 0 <= port <= PORT_MAX:  # "" would bind every interface
             raise OSError(errno.EINVAL, "this is not an address and port")
-        return _bind_all(host, port, backlog)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = min(found)
+        is_both = host == "::" and socket.has_dualstack_ipv6()
+        options: dict[str, Any] = {"family": family, "backlog": backlog}
+        sock = socket.create_server(address[:2], dualstack_ipv6=is_both, **options)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise UsageError(
@@ -112,37 +116,5 @@ def bind(
             port=port,
             pid=pid,
         ) from error
-
-
-def bind_one(host: str, port: int, flag: str, backlog: int) -> socket.socket:
-    """As `bind`, at the first address of a name: a socket that can be lent."""
-    first, *others = bind(host, port, flag=flag, backlog=backlog)
-    for each in others:
-        each.close()
-    return first
-
-
-def _bind_all(host: str, port: int, backlog: int) -> list[socket.socket]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    is_both = host == "::" and socket.has_dualstack_ipv6()
-    socks: list[socket.socket] = []
-    missing: OSError | None = None
-    try:
-        for family, address in dict.fromkeys((each[0], each[4][0]) for each in found):
-            port = socks[0].getsockname()[1] if socks else port
-            try:
-                where = str(address), port
-                options: dict[str, Any] = {"family": family, "backlog": backlog}
-                socks.append(socket.create_server(where, dualstack_ipv6=is_both, **options))
-                socks[-1].setblocking(False)
-            except OSError as error:
-                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                    raise
-                missing = error  # of one address family; the other may be there
-        if missing is not None and not socks:
-            raise missing
-    except BaseException:
-        for sock in socks:
-            sock.close()
-        raise
-    return socks
+    sock.setblocking(False)
+    return sock

@@ -80,7 +80,7 @@ class HttpServer:
         self._metrics = metrics
         self._limit_hits = metrics.limit_hits.labels(limit="http_connections")
         self._events, self._hosts = events, KnownHosts(allowed_hosts)
-        self._socks: list[socket.socket] = []
+        self._sock: socket.socket | None = None
         self._open: dict[asyncio.Task[None], bool] = {}  # oldest first; whether it is answered
         self._problem = (0.0, "")  # when it was last met
 
@@ -97,18 +97,17 @@ class HttpServer:
             UnderstudyError: `service.port_in_use`, with the port and the process that has it.
             UsageError: `service.cannot_bind`, not an address of this machine, or no permission.
         """
-        self._socks, self._loop = bind(self.host, self.port), asyncio.get_running_loop()
-        self.port = self._socks[0].getsockname()[1]
-        for sock in self._socks:
-            self._loop.add_reader(sock.fileno(), self._accept, sock)
+        sock, self._loop = bind(self.host, self.port), asyncio.get_running_loop()
+        self._sock, self.port = sock, sock.getsockname()[1]
+        self._loop.add_reader(sock.fileno(), self._accept, sock)
         notify.ready(self._yield_ms)  # each of our programs has one server, the last that it starts
 
     async def stop(self) -> None:
         """Stop listening and close all connections; idempotent."""
-        for sock in self._socks:
-            self._loop.remove_reader(sock.fileno())
-            sock.close()
-        self._socks = []
+        if self._sock is not None:
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+            self._sock = None
         if answered := [each for each, is_answered in self._open.items() if is_answered]:
             await asyncio.wait(answered, timeout=STOP_S)
         for each in self._open:
@@ -149,7 +148,7 @@ class HttpServer:
             self._loop.call_later(RETRY_S, self._resume, sock)
 
     def _resume(self, sock: socket.socket) -> None:
-        if sock in self._socks:
+        if sock is self._sock:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
 
     def _note(self, problem: str) -> None:

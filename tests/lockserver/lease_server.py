@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, RenewedMsg, WantMsg
-from plumbing.service.hosts import bind_one
+from plumbing.service.hosts import bind
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -67,7 +67,7 @@ class LeaseServer(Grants):
     async def start(self, port: int = 0, security: Security | None = None) -> None:
         security = security or shared()
         self.server = TcpServer(CATALOGUE, self, service="stub", security=security)
-        sock = bind_one("127.0.0.1", port, "--listen", 10)
+        sock = bind("127.0.0.1", port, "--listen", 10)
         self.port = sock.getsockname()[1]
         self.server.start(sock)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from plumbing.service.hosts import bind_one
+from plumbing.service.hosts import bind
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import FrameDecoder
@@ -38,7 +38,7 @@ async def serving(
     """An echo server on a port of its own on this host, and where it is."""
     options |= {"service": "echo", "security": security}
     server = TcpServer(CATALOGUE, handler or EchoHandler(), **options)
-    sock = bind_one("127.0.0.1", 0, "--listen", 10)
+    sock = bind("127.0.0.1", 0, "--listen", 10)
     server.start(sock)
     try:
         yield server, TcpAddress("127.0.0.1", sock.getsockname()[1])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from plumbing.errors import ProtocolError, UnderstudyError, UnreachableError
-from plumbing.service.hosts import bind_one
+from plumbing.service.hosts import bind
 from plumbing.wire import connection, tcp
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
@@ -147,7 +147,7 @@ async def test_tcp_server_that_cannot_start_says_why(tmp_path: Path):
     before = len(open_fds())
     server = TcpServer(CATALOGUE, EchoHandler(), service="echo", security=none)
     with pytest.raises(UnderstudyError) as caught:
-        server.start(bind_one("127.0.0.1", 0, "--listen", 10))
+        server.start(bind("127.0.0.1", 0, "--listen", 10))
     assert caught.value.code == "wire.file"
     assert len(open_fds()) == before
 
@@ -159,7 +159,7 @@ async def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
     ours = authority.issue("lockserver", hosts=("::1", "127.0.0.1"))
     server = TcpServer(CATALOGUE, EchoHandler(), service="echo", security=ours)
     try:
-        sock = bind_one("::", 0, "--listen", 10)
+        sock = bind("::", 0, "--listen", 10)
     except UnderstudyError as error:
         pytest.skip(f"no IPv6 here: {error}")
     server.start(sock)
