@@ -30,7 +30,7 @@ from plumbing.service import procfs
 from plumbing.service.metrics import build_info
 from plumbing.text import one_line, size, table, to_json
 from understudy.doctor import ExaminedPod, examine, look
-from understudy.host import descriptors, machine, read
+from understudy.host import machine, read
 from understudy.schema import DoctorDocument
 from understudy.status.gather import gather, past_events
 
@@ -237,7 +237,7 @@ def process_facts(pids: Collection[int]) -> list[dict[str, Any]]:
                 "command": redacted(shlex.join(words)),
                 "environment": redacted_environment({name: value for name, _, value in variables}),
                 "rss_bytes": procfs.rss_bytes(pid),
-                "descriptors": sum(1 for _ in descriptors(pid)),
+                "descriptors": len(procfs.fds(pid)),
                 "files": {name: read(f"/proc/{pid}/{name}") for name in PROCESS_FILES},
             }
         )

@@ -19,13 +19,13 @@ needs none.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import platform
 import socket
-import struct
 import sys
 import tempfile
 from collections import Counter
@@ -42,9 +42,9 @@ from plumbing.pod.models import device_of
 from plumbing.pod.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.text import size
-from plumbing.wire.peer import SO_PEERPIDFD
+from plumbing.wire.peer import identify
 from pool.pool_file import PoolFile, digests, read_pool_file, with_served_names
-from understudy.host import descriptors, output_of, read
+from understudy.host import output_of, read
 from understudy.schema import CheckResult, CheckStatus, DoctorDocument
 from understudy.status.gather import gather
 
@@ -53,7 +53,6 @@ NVML_DEADLINE_S = 20.0  # NVML takes seconds to initialise eight GPUs that no pr
 INIT = 1
 KEEPER = "keep-copies"  # the command of `gms` that holds copies of weights
 GMS, ENGINE = "gms_", "engine_"  # how the names of their sockets start
-_UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid (man 7 unix)
 
 
 class Finding(NamedTuple):
@@ -133,8 +132,8 @@ def _sockets(directory: Path) -> dict[str, int | None]:
             probe.setblocking(False)  # EAGAIN means a full backlog: it listens
             try:
                 probe.connect(str(path))
-                raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-                found[path.name] = _UCRED.unpack(raw)[0] or None
+                with contextlib.closing(identify(probe)) as peer:
+                    found[path.name] = peer.pid or None
             except OSError as error:
                 # Only ECONNREFUSED proves that there is no listener; EACCES does not.
                 if error.errno not in (errno.ECONNREFUSED, errno.ENOENT):
@@ -200,13 +199,9 @@ def listeners(path: str) -> Iterator[tuple[str, int | None]]:
             fields = line.rstrip("\n").split(maxsplit=7)
             is_here = len(fields) == 8 and os.path.dirname(fields[7]) == path
             if is_here and int(fields[3], 16) & UNIX_LISTENS:
-                found[f"socket:[{fields[6]}]"] = os.path.basename(fields[7])
-    owners: dict[str, int] = {}
-    for pid in procfs.pids() if found else ():
-        for _, target in descriptors(pid):
-            if target in found:
-                owners.setdefault(target, pid)
-    yield from ((name, owners.get(target)) for target, name in found.items())
+                found[fields[6]] = os.path.basename(fields[7])
+    owners = procfs.owners_of(found)
+    yield from ((name, owners.get(inode)) for inode, name in found.items())
 
 
 def identity(path: str) -> str:
@@ -295,20 +290,13 @@ def pool_file(pod: ExaminedPod) -> Finding:
 # --- the machine
 
 
-def has_peer_pidfd() -> bool:
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with ours, theirs:
-        try:
-            os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
-        except OSError:
-            return False
-    return True
-
-
 def peer_pidfd(pod: ExaminedPod) -> Finding:
     """Needed to see deaths across PID namespaces, and to be safe from recycled pids."""
     kernel = f"kernel {platform.release()}"
-    if has_peer_pidfd():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, contextlib.closing(identify(ours)) as peer:
+        is_there = peer.pidfd_source == "SO_PEERPIDFD"
+    if is_there:
         return passed(f"supported by {kernel}")
     return warned(
         f"{kernel} has no SO_PEERPIDFD: all parts must share a PID namespace",

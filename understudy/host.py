@@ -1,7 +1,4 @@
-"""This host: the machine, its packages, and what processes have open.
-
-A process that has ended or is hidden counts as one that holds nothing, never as an error.
-"""
+"""This host: the machine, its files, and what commands print."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import os
 import platform
 import re
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Iterator
 from typing import Any
 
 READ_BYTES_MAX = 64 << 10  # an environment can have two megabytes
@@ -48,20 +44,6 @@ async def output_of(
             await process.wait()
     output, errors = ((each or b"").decode(errors="replace") for each in found)
     return process.returncode or 0, output, errors
-
-
-def descriptors(pid: int) -> Iterator[tuple[str, str]]:
-    """The path in /proc of each open descriptor of `pid`, and what it points at."""
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return
-    for name in names:
-        path = f"/proc/{pid}/fd/{name}"
-        try:
-            yield path, os.readlink(path)
-        except OSError:
-            continue  # closed meanwhile
 
 
 def read(path: str) -> str:

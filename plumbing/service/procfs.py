@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from plumbing.errors import is_shortage
 
@@ -145,7 +145,7 @@ def descendants(pid: int) -> list[int]:
 def holders_of(dev: int, ino: int) -> list[int]:
     """The processes that have the file (st_dev, st_ino) open, where they are visible."""
     with contextlib.suppress(OSError):
-        return [pid for pid in pids() if any(_is_file(pid, fd, dev, ino) for fd in _fds(pid))]
+        return [pid for pid in pids() if any(_is_file(pid, fd, dev, ino) for fd in fds(pid))]
     return []
 
 
@@ -159,24 +159,31 @@ def flock_held(pid: int, fd: int, dev: int | None = None, ino: int | None = None
 
 def holds_flock(pid: int, dev: int, ino: int) -> bool:
     """Whether `pid` has a flock on the file (st_dev, st_ino), on whichever descriptor."""
-    return any(flock_held(pid, fd, dev, ino) for fd in _fds(pid))
+    return any(flock_held(pid, fd, dev, ino) for fd in fds(pid))
 
 
 def listener_pid(port: int) -> int | None:
     """The process that listens on TCP `port` here, if it is visible."""
-    sockets = set()
+    inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in _shown(table).splitlines()[1:]:
             fields = line.split()
             if fields[3] == TCP_LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                sockets.add(f"socket:[{fields[9]}]")
+                inodes.add(fields[9])
+    return next(iter(owners_of(inodes).values()), None)
+
+
+def owners_of(inodes: Collection[str]) -> dict[str, int]:
+    """A process that has each of these sockets open, of those that are visible."""
+    found: dict[str, int] = {}
     with contextlib.suppress(OSError):
-        for pid in pids() if sockets else ():
-            for fd in _fds(pid):
-                with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
-                        return pid
-    return None
+        for pid in pids() if inodes else ():
+            for fd in fds(pid):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    kind, _, inode = os.readlink(f"/proc/{pid}/fd/{fd}").rstrip("]").partition(":[")
+                    if kind == "socket" and inode in inodes:
+                        found.setdefault(inode, pid)
+    return found
 
 
 def raise_shortage(error: OSError) -> None:
@@ -218,7 +225,8 @@ def _stat(pid: int) -> list[str] | None:
     return text.rpartition(")")[2].split() if text else None
 
 
-def _fds(pid: int) -> list[int]:
+def fds(pid: int) -> list[int]:
+    """The open descriptors of `pid`."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/fd")]
     except OSError as error:
