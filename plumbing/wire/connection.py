@@ -25,7 +25,7 @@ from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire import sockets
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import Frame, FrameDecoder, encode_frame
-from plumbing.wire.limits import CONNECT_DEADLINE_S, FDS_PER_FRAME_MAX, RETRY_S
+from plumbing.wire.limits import CONNECT_DEADLINE_S, RETRY_S
 from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of
 from plumbing.wire.peer import Peer, identify
 
@@ -69,7 +69,6 @@ class _Outgoing:
 class Connection:
     """A stream of messages over a raw socket. `state` belongs to the handler."""
 
-    fds_max = FDS_PER_FRAME_MAX  # how many descriptors one frame may carry
     lingers = False  # whether a closing end reads on until the peer has closed its own
 
     def __init__(
@@ -93,12 +92,11 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._catalogue = catalogue
         self._handler = handler
-        self._decoder = FrameDecoder(catalogue.frame_bytes_max, self.fds_max)
+        self._decoder = FrameDecoder(catalogue.frame_bytes_max)
         self._queue: deque[_Outgoing] = deque()
         self._queued_bytes = 0
         self._queued_bytes_max = max(2 * catalogue.frame_bytes_max, QUEUED_BYTES_FRAMES * 1024)
         self._is_writing = False
-        self._does_peer_read = True
         self._closing_reason: str | None = None  # set while the last frames are being sent
         self._deadline: asyncio.TimerHandle | None = None  # of the first frame, or of the last ones
         sock.setblocking(False)
@@ -129,12 +127,12 @@ class Connection:
 
     def send(self, message: Message, request_id: int = 0, fds: Sequence[OwnedFd] = ()) -> None:
         """Queue `message`; takes `fds`. Never blocks; a peer that does not read is dropped."""
-        if self.is_closed or self._closing_reason is not None or not self._does_peer_read:
+        if self.is_closed or self._closing_reason is not None:
             close_all(fds)
             return
         try:
             payload = self._catalogue.encode(message, request_id)
-            data = encode_frame(payload, len(fds), self._catalogue.frame_bytes_max, self.fds_max)
+            data = encode_frame(payload, len(fds), self._catalogue.frame_bytes_max)
         except BaseException:
             close_all(fds)
             raise
@@ -156,12 +154,11 @@ class Connection:
         if self.is_closed or self._closing_reason is not None:
             return
         self._closing_reason = reason
-        may_linger = self.lingers and self._does_peer_read
-        if not self._queue and not may_linger:
+        if not self._queue and not self.lingers:
             self.close(reason)
             return
         self._set_deadline(FLUSH_DEADLINE_S, self.close, reason)
-        if not may_linger:
+        if not self.lingers:
             self._loop.remove_reader(self._sock.fileno())
 
     def limit_queue(self, queued_bytes_max: int) -> None:
@@ -184,21 +181,11 @@ class Connection:
         except BlockingIOError as error:
             self._wait_writable(is_kernel_busy=error.errno != errno.EAGAIN)
             return
-        except OSError:
-            self._peer_stopped_reading()
-            return
+        except OSError:  # read on until the end of the stream: the peer may have sent the reason
+            self._drop_queue()
         self._stop_writing()
         if self._closing_reason is not None and not self.lingers:
             self.close(self._closing_reason)
-
-    def _peer_stopped_reading(self) -> None:
-        """Keep reading until the end of the stream: the peer may have sent the reason first."""
-        self._stop_writing()
-        if self._closing_reason is not None:  # we do not read any more either
-            self.close(self._closing_reason)
-            return
-        self._does_peer_read = False
-        self._drop_queue()
 
     def _drop_queue(self) -> None:
         for outgoing in self._queue:

@@ -36,35 +36,24 @@ class Frame:
     fds: list[OwnedFd] = field(default_factory=list)
 
 
-def encode_frame(
-    payload: bytes,
-    fd_count: int,
-    frame_bytes_max: int = FRAME_BYTES_MAX,
-    fds_max: int = FDS_PER_FRAME_MAX,
-) -> bytes:
+def encode_frame(payload: bytes, fd_count: int, frame_bytes_max: int = FRAME_BYTES_MAX) -> bytes:
     """Header and payload. Refuses what the receiver would refuse.
 
     Raises:
         ProtocolError: `wire.frame_too_large` or `wire.too_many_fds`.
     """
     _check_length(len(payload), frame_bytes_max)
-    if fd_count > fds_max:
-        raise ProtocolError(
-            "wire.too_many_fds",
-            f"a frame carries at most {fds_max} descriptors here, not {fd_count}; send the rest in"
-            " further frames (over TCP, none can be sent)",
-        )
+    if fd_count > FDS_PER_FRAME_MAX:
+        why = f"a frame carries at most {FDS_PER_FRAME_MAX} descriptors, not {fd_count}"
+        raise ProtocolError("wire.too_many_fds", f"{why}; send the rest in further frames")
     return HEADER.pack(MAGIC, VERSION, fd_count, 0, len(payload)) + payload
 
 
 class FrameDecoder:
     """Turns what `recvmsg` returns into frames. After an error it must not be used again."""
 
-    def __init__(
-        self, frame_bytes_max: int = FRAME_BYTES_MAX, fds_max: int = FDS_PER_FRAME_MAX
-    ) -> None:
+    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
-        self._fds_max = fds_max
         self._buffer = bytearray()
         self._fds: deque[OwnedFd] = deque()
 
@@ -114,12 +103,6 @@ class FrameDecoder:
                 ours=VERSION,
             )
         _check_length(length, self.frame_bytes_max)
-        if fd_count > self._fds_max:
-            raise ProtocolError(
-                "wire.too_many_fds",
-                f"a frame announced {fd_count} descriptors; the limit here is {self._fds_max}"
-                " (over TCP, none can be sent)",
-            )
         if len(self._fds) < fd_count:
             raise ProtocolError(
                 "wire.missing_fds",

@@ -201,7 +201,6 @@ class TcpConnection(Connection):
     frame. So the peer closes, because of the error frame.
     """
 
-    fds_max = 0
     lingers = True
     _sock: ssl.SSLSocket  # type: ignore[mutable-override] # it is set once
 
@@ -215,6 +214,7 @@ class TcpConnection(Connection):
             raise BlockingIOError(errno.EAGAIN, "nothing has arrived") from error
 
     def _transmit(self, data: memoryview, fds: Sequence[OwnedFd]) -> int:
+        assert not fds  # no message over TCP has any
         try:
             return self._sock.send(data)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:

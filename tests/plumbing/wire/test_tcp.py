@@ -4,7 +4,6 @@ refused and the service never called, and whoever misbehaves loses its connectio
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import ssl
 import sys
@@ -15,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from plumbing.errors import ProtocolError, UnderstudyError, UnreachableError
+from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.service.hosts import bind
 from plumbing.wire import connection, tcp
-from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import FaultMsg
 from plumbing.wire.tcp import ACCEPTED, Security, TcpServer, connect_tcp
@@ -43,19 +41,6 @@ loops = pytest.mark.parametrize("loop", LOOPS)
 
 
 # ---------------------------------------------------------------------- a connection
-
-
-async def test_tcp_refuses_to_send_descriptors(tmp_path: Path):
-    """Goal: sending descriptors over TCP is refused here, and they are closed."""
-    async with serving(shared()) as (server, address):
-        assert server.security_problem is None
-        conn = await connect_tcp(address, CATALOGUE, Client(), shared())
-        fd = OwnedFd(os.memfd_create("x"))
-        with pytest.raises(ProtocolError, match="over TCP, none") as caught:
-            conn.send(Echo("x"), 0, [fd])
-        assert caught.value.code == "wire.too_many_fds"
-        assert fd.is_closed
-        conn.close("done")
 
 
 @on_loops
