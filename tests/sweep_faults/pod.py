@@ -112,7 +112,7 @@ class SweptPod:
         env = {**ONE_THREAD, **NO_CRASH_LOOP, **control.environment}
         local = LocalPod(directory, model, self.ports, env=env)
         # Calls fail in our programs; an init would be one of those that cannot be replaced.
-        containers = [replace(each, init=(), backoff_max_s=BACK_S) for each in local.containers()]
+        containers = [replace(each, init=(), pause_s=BACK_S) for each in local.containers()]
         self.runner = PodRunner(containers, directory / "log")
         self._target = Target("127.0.0.1", self.ports.service)
         self._prompts: list[Prompt] = []

@@ -17,7 +17,7 @@ from plumbing.service.procfs import is_alive, parent
 from tests.helpers import auntil, free_port, open_fds
 from understudy.pod import runner as runner_module
 from understudy.pod.output import LINE_MAX_BYTES, ContainerLog
-from understudy.pod.runner import PodRunner, backoff_s, run_pod
+from understudy.pod.runner import PodRunner, run_pod
 from understudy.pod.table import INIT, Container, HttpProbe
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.
@@ -146,10 +146,10 @@ async def test_start_of_a_container_that_exits_fails_with_its_own_sentence(
 
 
 async def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
-    """Method: SIGKILL to the program, whose init lives on; then to the init, with which its program
-    dies; only that is a restart of the container, and no descriptor is left."""
+    """Method: SIGKILL to the program, whose init lives on; then twice to the init, with which its
+    program dies; only that is a restart of the container, and no descriptor is left."""
     lines, before = list[str](), len(open_fds())
-    worker = python("worker", ARMED, init=INIT)
+    worker = python("worker", ARMED, init=INIT, pause_s=0.25)
     async with running(tmp_path / "log", worker, say=lines.append) as runner:
 
         async def program(number: int) -> int:
@@ -167,8 +167,11 @@ async def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_p
         assert parent(await program(3)) not in (init, None)
         assert runner.restarts() == {"worker": 1}
         await auntil(lambda: not is_alive(second), "the program to die with its init")
+        os.kill(parent(runner.pids()["worker"]) or 0, signal.SIGKILL)
+        await program(4)
     await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
-    assert "died of signal 9; restarting now" in (tmp_path / "log/worker.log").read_text()
+    log = (tmp_path / "log/worker.log").read_text()
+    assert log.index("died of signal 9; restarting now") < log.index("restarting in 250 ms")
 
 
 async def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period(
@@ -219,12 +222,6 @@ async def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: 
     async with running(tmp_path / "log", *containers, say=lines.append):
         await auntil(lambda: sum("armed" in line for line in lines) == 4, "four processes")
     assert journal.read_text().split() == ["engine", "engine", "second", "first"]
-
-
-def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
-    """Goal: 0.5 to 30 s. Method: deaths at once."""
-    assert [backoff_s(n, 30.0) for n in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert backoff_s(100_000, 30.0) == 30  # a week of crashes overflows no float
 
 
 async def test_log_rotates_once_at_its_limit_and_cuts_endless_lines(tmp_path):

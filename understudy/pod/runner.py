@@ -35,19 +35,13 @@ LOOK_S = 0.01  # how often a start checks for news
 WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not reported
 STARTUP_PERIOD_S = 0.05  # a start takes seconds; a probe costs about a millisecond
 STARTUP_TIMEOUT_S = 2.0
-BACKOFF_S, GOOD_LIFE_S = 0.5, 10.0  # the first restart is at once; a good life starts over
+GOOD_LIFE_S = 10.0  # two shorter lives in a row are a loop
 LAST_GRACE_S = 2.0  # of each container, once the pod has used up its grace period
 OK = range(200, 400)  # Kubernetes counts a redirect as success
 NOT_STARTED = 127  # the shell's code for a command that cannot be run
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-
-
-def backoff_s(failures: int, most_s: float) -> float:
-    """The wait before a restart, after this many restarts of lives that were not good."""
-    # The exponent is capped: a week of crashes must not overflow a float.
-    return min(BACKOFF_S * 2.0 ** min(failures - 1, 16), most_s) if failures else 0.0
 
 
 class RunningContainer:
@@ -111,7 +105,7 @@ class RunningContainer:
 
     async def _keep(self) -> None:
         """Its lives, one after another."""
-        failures, loop = 0, asyncio.get_running_loop()
+        was_short, loop = False, asyncio.get_running_loop()
         while not self._stopping.is_set():
             began_s = loop.time()
             code = self.exit_code = await self._live_once()
@@ -122,9 +116,9 @@ class RunningContainer:
                 self.log.note(f"(runner) {self.ended}; not restarted")
                 self.is_given_up = True
                 return
-            failures = 0 if loop.time() - began_s >= GOOD_LIFE_S else failures
-            delay_s = backoff_s(failures, self.container.backoff_max_s)
-            failures += 1
+            is_short = loop.time() - began_s < GOOD_LIFE_S
+            delay_s = self.container.pause_s if is_short and was_short else 0.0
+            was_short = is_short
             when = f"in {duration(delay_s * 1000)}" if delay_s else "now"
             self.log.note(f"(runner) {self.ended}; restarting {when}")
             with contextlib.suppress(TimeoutError):

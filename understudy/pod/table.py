@@ -63,7 +63,7 @@ class Container:
     is_engine: bool = False
     starts_in_order: bool = True
     grace_s: float = GRACE_MS / 1000
-    backoff_max_s: float = 30.0  # between two restarts
+    pause_s: float = 5.0  # before a restart in a loop
 
 
 @dataclass(frozen=True, slots=True)
