@@ -1,4 +1,5 @@
-"""Early notice of a death, before the kernel has freed the process's memory: a futex in a memfd.
+"""The page that a process of a backend shares with its supervisor: early notice of its death,
+before the kernel has freed its memory, and a counter of its progress.
 
 A pidfd becomes readable, and a connection ends, when a dying process has released its memory: after
 50 to 150 ms for each 500 MB, and far more on a busy machine. A robust futex is marked before
@@ -9,6 +10,10 @@ not proof: the process may use its devices until its pidfd is readable.
 The surprising thing: the mutex belongs to the thread that locked it, so only the main thread may,
 since its end is the end of the process. The page is never unmapped: the C library keeps its
 address.
+
+The counter is there because a supervisor must not take an engine for hung that makes tokens but
+answers late. The process that hands tokens to clients advances it, for each token and each step of
+prefill, also of what is computed again.
 """
 
 from __future__ import annotations
@@ -37,7 +42,9 @@ FUTEX_TID_MASK = 0x3FFFFFFF
 # futex(2) has no wrapper in the C library. Elsewhere there are no lifelines.
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 
-SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# A read behind a shortened file would end the supervisor with SIGBUS.
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+COUNTER_AT = 1024  # far from the mutex; aligned, so written in one piece
 ATTRIBUTES_BYTES = 64  # more than a pthread_mutexattr_t takes anywhere
 # A timespec: how often the watching thread looks whether it is closed, should a wake-up be missed.
 RECHECK = struct.pack("@ll", 5, 0)
@@ -46,26 +53,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _held: list[mmap.mmap] = []  # the pages of this process's lifelines
 
 
-def hold() -> OwnedFd | None:
-    """This process's lifeline, for the watcher of its death; the caller owns the descriptor.
+def hold() -> tuple[OwnedFd, ctypes.c_uint64]:
+    """This process's page, as a descriptor for its supervisor, and its counter.
 
-    None where there cannot be one: not the main thread, no descriptor left, or an unknown machine
-    or C library. The death is then seen a little later, by a pidfd.
+    The caller owns the descriptor. It is no lifeline off the main thread, and on an unknown machine
+    or C library: the death is then seen a little later, by a pidfd.
+
+    Raises:
+        OSError: there is no descriptor or memory for it.
     """
-    if SYS_FUTEX is None or threading.current_thread() is not threading.main_thread():
-        return None
-    try:
-        with OwnedFd(os.memfd_create("lifeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
-            os.ftruncate(fd.fileno(), mmap.PAGESIZE)
-            fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
-            page = mmap.mmap(fd.fileno(), mmap.PAGESIZE)
-            _held.append(page)
-            return fd.duplicate() if _lock(page) else None
-    except OSError:
-        return None
+    with OwnedFd(os.memfd_create("lifeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
+        os.ftruncate(fd.fileno(), mmap.PAGESIZE)
+        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
+        page = mmap.mmap(fd.fileno(), mmap.PAGESIZE)
+        _held.append(page)
+        if SYS_FUTEX is not None and threading.current_thread() is threading.main_thread():
+            _lock(page)
+        return fd.duplicate(), ctypes.c_uint64.from_buffer(page, COUNTER_AT)
 
 
-def _lock(page: mmap.mmap) -> bool:
+def _lock(page: mmap.mmap) -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
     attributes = ctypes.create_string_buffer(ATTRIBUTES_BYTES)
     mutex = ctypes.c_void_p(address)
@@ -76,27 +83,28 @@ def _lock(page: mmap.mmap) -> bool:
         _libc.pthread_mutex_init(mutex, attributes),
     )
     if any(results) or _libc.pthread_mutex_lock(mutex) != 0:
-        return False
+        return
     word = ctypes.c_uint32.from_address(address)
     if word.value != threading.get_native_id():  # a C library with another layout
         _libc.pthread_mutex_unlock(mutex)
-        return False
-    word.value |= FUTEX_WAITERS  # or the kernel would wake no watcher
-    return True
+    else:
+        word.value |= FUTEX_WAITERS  # or the kernel would wake no watcher
 
 
 class LifelineWatch:
     """Calls `on_dying` once, on the loop, when the holder of a lifeline begins to die.
+    `progress` is the holder's counter.
 
-    Needs a thread, which sleeps: futex(2) has no descriptor that a loop could poll.
+    Needs a thread, which sleeps: futex(2) has no descriptor that a loop could poll. Without one, as
+    with a page that is no lifeline, nothing is called.
     """
 
     def __init__(self, lifeline: int, on_dying: Callable[[], None]) -> None:
         """`lifeline` is lent.
 
         Raises:
-            ProtocolError: `lifeline.bad`, its size is not fixed, or no process holds it.
-            OSError, RuntimeError: there is no memory or no thread for it.
+            ProtocolError: `lifeline.bad`, its size is not fixed.
+            OSError: there is no descriptor or memory for it.
         """
         from asyncio import get_running_loop  # a holder of a lifeline has no loop
 
@@ -104,16 +112,18 @@ class LifelineWatch:
         self._on_dying = on_dying
         self._is_closed = False
         _check(lifeline)
-        self._page = mmap.mmap(lifeline, mmap.PAGESIZE)
-        self._futex = ctypes.c_uint32.from_buffer(self._page)
-        if not self._futex.value & (FUTEX_TID_MASK | FUTEX_OWNER_DIED):
-            raise ProtocolError("lifeline.bad", "no process holds this lifeline")
-        threading.Thread(target=self._run, name="lifeline", daemon=True).start()
+        page = mmap.mmap(lifeline, mmap.PAGESIZE)
+        self._futex = ctypes.c_uint32.from_buffer(page)
+        self.progress = ctypes.c_uint64.from_buffer(page, COUNTER_AT)
+        if SYS_FUTEX is not None and self._futex.value:
+            with contextlib.suppress(RuntimeError):  # no thread is left
+                threading.Thread(target=self._run, name="lifeline", daemon=True).start()
 
     def close(self) -> None:
         """Call nothing from now on, and end the thread."""
         self._is_closed = True
-        _futex(self._futex, FUTEX_WAKE, 1)
+        if SYS_FUTEX is not None:
+            _futex(self._futex, FUTEX_WAKE, 1)
 
     def _run(self) -> None:
         value = self._futex.value
@@ -150,5 +160,5 @@ def _check(lifeline: int) -> None:
     except OSError:  # no memfd
         seals = 0
     is_fixed = seals & SIZE_SEALS == SIZE_SEALS and not seals & fcntl.F_SEAL_WRITE
-    if SYS_FUTEX is None or not is_fixed or os.fstat(lifeline).st_size < mmap.PAGESIZE:
+    if not is_fixed or os.fstat(lifeline).st_size < mmap.PAGESIZE:
         raise ProtocolError("lifeline.bad", "a lifeline must be a page of memory of a fixed size")

@@ -180,8 +180,8 @@ class OkMsg(Message, frozen=True, tag="ok"):
 
 
 class RegisterMsg(Message, frozen=True, tag="register"):
-    """A process of the backend, after it holds the witness; the descriptor is its lifeline, where
-    it has one."""
+    """A process of the backend, after it holds the witness; the descriptor is its page
+    (`engine/lifeline.py`)."""
 
     FDS = (0, 1)
     incarnation: Id

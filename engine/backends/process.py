@@ -1,28 +1,19 @@
-"""What every process of a backend does first, before it opens a device or maps a weight; and the
-page on which a backend shows its progress.
+"""What every process of a backend does first, before it opens a device or maps a weight.
 
 The order is fixed: die with the parent, hold the witness on descriptor 0, reserve the seat on the
 serving file, then register. In any other order a process could outlive its supervisor unseen. Must
 not import asyncio or numpy. Descriptor 0 is the witness, so nothing here reads stdin; a child
 inherits it and counts for the lock server, as any process that may use the device should.
-
-The progress page is a counter that the backend shares with its supervisor, which must not take an
-engine for hung that makes tokens but answers late. The supervisor makes the page; only the process
-that hands tokens to clients advances the counter, for each token and each step of prefill, also of
-what is computed again. The memfd's size is sealed, since a read behind a shortened file would end
-the supervisor with SIGBUS.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import ctypes
 import logging
-import mmap
 import os
 import socket
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engine import lifeline
@@ -33,7 +24,6 @@ from plumbing.pod.paths import engine_queue
 from plumbing.pod.queue_page import QueuePage
 from plumbing.service.process import arm_from_environment, parent_environment
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +53,8 @@ class BackendProcess:
     """A process of the tree of `incarnation`, known to its supervisor as `name`.
 
     `seat` is its place on the serving file: to be joined before it accepts or maps KV memory, and
-    left after it can do neither. None: this engine cannot hand over in place, nor rest.
+    left after it can do neither. None: this engine cannot hand over in place, nor rest. `progress`
+    is the counter that the supervisor sees (`engine/lifeline.py`).
     """
 
     name: str
@@ -71,6 +62,7 @@ class BackendProcess:
     incarnation: str
     control: BlockingClient
     seat: serving.ServingSeat | None = None
+    progress: ctypes.c_uint64 = field(default_factory=ctypes.c_uint64)
 
     def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> msg.LoadMsg:
         """Wait until this rank may load its weights; the reply has the mode.
@@ -123,13 +115,10 @@ def enter(name: str) -> BackendProcess:
     witness.join(witness_path)
     seat = _seat()
     control = BlockingClient(_required(ENGINE_SOCKET_ENV), msg.CONTROL)
-    held = lifeline.hold()
-    control.request(
-        msg.RegisterMsg(incarnation, name, os.getpid()),
-        [held] if held is not None else [],
-        timeout_s=ANSWER_TIMEOUT_S,
-    )
-    return BackendProcess(name, engine, incarnation, control, seat)
+    page, progress = lifeline.hold()
+    register = msg.RegisterMsg(incarnation, name, os.getpid())
+    control.request(register, [page], timeout_s=ANSWER_TIMEOUT_S)
+    return BackendProcess(name, engine, incarnation, control, seat, progress)
 
 
 def _seat() -> serving.ServingSeat | None:
@@ -186,46 +175,3 @@ def _required(variable: str) -> str:
             variable=variable,
         )
     return value
-
-
-PROGRESS_ENV = "UNDERSTUDY_PROGRESS"  # the number of the inherited descriptor
-COUNTER_BYTES = 8
-SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class ProgressPage:
-    """The counter of one incarnation, at either end."""
-
-    def __init__(self, page: mmap.mmap | None = None) -> None:
-        """Without `page`: a counter that no other process sees."""
-        self._page = page
-        memory = memoryview(page if page is not None else bytearray(COUNTER_BYTES))
-        self._counter = memory[:COUNTER_BYTES].cast("Q")  # aligned, so written in one piece
-
-    @classmethod
-    def create(cls) -> tuple[ProgressPage, OwnedFd]:
-        """The supervisor's page, and the descriptor for the backend."""
-        with OwnedFd(os.memfd_create("progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
-            os.ftruncate(fd.fileno(), mmap.PAGESIZE)
-            fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
-            return cls(mmap.mmap(fd.fileno(), mmap.PAGESIZE)), fd.duplicate()
-
-    @classmethod
-    def take(cls, environ: MutableMapping[str, str] = os.environ) -> ProgressPage:
-        """The backend's page; once, since neither variable nor descriptor is inherited further."""
-        with OwnedFd(int(environ.pop(PROGRESS_ENV))) as fd:
-            return cls(mmap.mmap(fd.fileno(), mmap.PAGESIZE))
-
-    @property
-    def count(self) -> int:
-        return self._counter[0]
-
-    @count.setter
-    def count(self, value: int) -> None:
-        self._counter[0] = value
-
-    def close(self) -> None:
-        """Unmap it."""
-        self._counter.release()
-        if self._page is not None:
-            self._page.close()

@@ -284,7 +284,7 @@ class Engine(EngineHub):
 
     def signs(self) -> Signs:
         """What can be seen of the running incarnation without asking it."""
-        progress = self.incarnation.progress.count if self.incarnation is not None else 0
+        progress = self.incarnation.tree.progress if self.incarnation is not None else 0
         pressure = self.pressure.sample(self.clock.now_ms())
         return Signs(progress, pressure, self.lock.has_standby)
 

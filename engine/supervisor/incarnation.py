@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from engine import messages
 from engine.backends import process
-from engine.backends.process import MODEL_ENV, PROGRESS_ENV, ProgressPage
+from engine.backends.process import MODEL_ENV
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.health import StoppedLooks
@@ -105,7 +105,6 @@ class Incarnation:
         self.woken: messages.WokenMsg | None = None
         self.is_wake_asked = False
         self.note = ""  # why the weights are not away, or their memory is not free
-        self.progress = ProgressPage()
         self._hub, self._settings = hub, hub.settings
         self._temporary, self._failures = temporary, failures
         self._on_gone = on_gone
@@ -143,31 +142,26 @@ class Incarnation:
     def _start(self) -> None:
         settings = self._settings
         leftovers.remake(self._temporary)
-        self.progress, progress_end = ProgressPage.create()
-        with progress_end, self.channel.open() as backend_end:
+        with self.channel.open() as backend_end:
             self.witness_path, held = witness.create(settings.directory, self.id)
             with OwnedFd(held):
                 found = os.fstat(held)
                 self.witness_id = (found.st_dev, found.st_ino)
-                lent = {
-                    process.CHANNEL_ENV: backend_end.fileno(),
-                    PROGRESS_ENV: progress_end.fileno(),
-                }
-                environ = self._environment(lent)
+                environ = self._environment(backend_end.fileno())
                 if not settings.is_remote:  # only a lock server on this host can try it
                     self._serving_path, file = serving.create(settings.directory, self.id)
                     self._serving = file
                     environ[process.SERVING_ENV] = self._serving_path
                     environ[process.SERVING_ID_ENV] = f"{file.dev}:{file.ino}"
-                self.tree.start(settings.command, environ, held, [*lent.values()])
+                self.tree.start(settings.command, environ, held, [backend_end.fileno()])
 
-    def _environment(self, lent: Mapping[str, int]) -> dict[str, str]:
+    def _environment(self, channel: int) -> dict[str, str]:
         settings = self._settings
         return {
             **os.environ,
             **parent_environment(),
             **huge_pages(os.environ),
-            **{variable: str(fd) for variable, fd in lent.items()},
+            process.CHANNEL_ENV: str(channel),
             process.WITNESS_ENV: self.witness_path or "",
             process.INCARNATION_ENV: self.id,
             process.ENGINE_ID_ENV: settings.engine,
@@ -226,7 +220,6 @@ class Incarnation:
         self.loader.leave()
         self._stop_placing()
         self._on_gone()
-        self.progress.close()
 
     def _fail(self, cause: str, text: str, is_machine: bool) -> None:
         self.machine_fault = text if is_machine else self.machine_fault

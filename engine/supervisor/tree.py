@@ -127,9 +127,7 @@ class Tree:
         self._watch(pid, name, must_live=True)
         process = self._processes.get(pid)
         if lifeline is not None and process is not None and process.lifeline is None:
-            # Without a thread or memory for it, its pidfd must do.
-            with contextlib.suppress(OSError, RuntimeError):
-                process.lifeline = LifelineWatch(lifeline, functools.partial(self._dies, pid))
+            process.lifeline = LifelineWatch(lifeline, functools.partial(self._dies, pid))
 
     def scan(self) -> None:
         """Reap orphans and look for new processes.
@@ -141,6 +139,12 @@ class Tree:
             self._collect()
             for pid in procfs.descendants(os.getpid()):
                 self._watch(pid, procfs.name(pid), must_live=False)
+
+    @property
+    def progress(self) -> int:
+        """The sum of its processes' counters."""
+        watches = [each.lifeline for each in self._processes.values()]
+        return sum(watch.progress.value for watch in watches if watch is not None)
 
     def pids(self) -> dict[str, int]:
         """The processes that must live, by name."""

@@ -28,7 +28,6 @@ from pathlib import Path
 
 from engine import messages as m
 from engine.backends import process
-from engine.backends.process import ProgressPage
 from plumbing.errors import UnreachableError
 from plumbing.wire.blocking import BlockingClient, Reply
 
@@ -120,10 +119,10 @@ class Backend:
         switches: argparse.Namespace,
         channel: BlockingClient,
         serving: Serving,
-        page: ProgressPage,
+        progress: ctypes.c_uint64,
     ) -> None:
         self.switches = switches
-        self.page = page
+        self.progress = progress
         self.channel = channel
         self.residence = serving
         self.listener: socket.socket | None = None
@@ -184,7 +183,7 @@ class Backend:
             case m.HealthMsg():
                 hung = os.path.exists(switches.hang_generation_if)
                 if not (hung or self.is_private):  # there it is idle
-                    self.page.count += 1
+                    self.progress.value += 1
                 return m.HealthyMsg(in_flight=int(hung))
             case m.DrainMsg(resume=resume):
                 self.serving = False
@@ -221,11 +220,11 @@ def hang_in_thread() -> None:
     threading.Event().wait()
 
 
-def advance(page: ProgressPage, hang_if: str) -> None:
+def advance(progress: ctypes.c_uint64, hang_if: str) -> None:
     """A token every 20 ms, whatever the main thread is doing, until generation hangs."""
     while True:
         if not os.path.exists(hang_if):
-            page.count += 1
+            progress.value += 1
         time.sleep(0.02)
 
 
@@ -281,10 +280,9 @@ def main() -> None:
         os._exit(13)
     member = process.enter("http")
     channel = BlockingClient.from_socket(process.take_channel(), m.CHANNEL)
-    page = ProgressPage.take()
     if switches.advance:
         threading.Thread(
-            target=advance, args=(page, switches.hang_generation_if), daemon=True
+            target=advance, args=(member.progress, switches.hang_generation_if), daemon=True
         ).start()
     if switches.fault:
         how = switches.fault, switches.permanent, 2
@@ -315,7 +313,7 @@ def main() -> None:
         )
     )
     with contextlib.suppress(UnreachableError):
-        Backend(switches, channel, serving, page).run()
+        Backend(switches, channel, serving, member.progress).run()
     del kept
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import subprocess
@@ -12,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.process import PROGRESS_ENV, ProgressPage
 from engine.backends.process_memory import into_huge_pages
 from engine.backends.vllm import process_tuning
 from engine.supervisor.incarnation import TUNABLES_ENV, huge_pages
-from tests.engine.pod import environment
 from tests.helpers import until
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -106,37 +103,3 @@ def test_only_threads_that_are_started_in_the_block_may_wake_late():
         assert slack_of_a_new_thread() == 123_000_000
     assert process_tuning.current_ns() == before_ns
     assert slack_of_a_new_thread() == before_ns
-
-
-# ---------------------------------------------------------------------- progress page
-
-
-BACKEND = """
-import os
-from engine.backends.process import PROGRESS_ENV, ProgressPage
-number = int(os.environ[PROGRESS_ENV])
-try:
-    os.ftruncate(number, 0)
-except OSError as error:
-    print(error.errno)
-page = ProgressPage.take()
-assert PROGRESS_ENV not in os.environ
-page.count = 2**63
-"""
-
-
-def test_supervisor_sees_what_a_backend_counts():
-    """Goal: another process's count arrives, and it cannot shorten the page. Method: a child."""
-    page, lent = ProgressPage.create()
-    with lent:
-        done = subprocess.run(
-            [sys.executable, "-c", BACKEND],
-            env=environment(**{PROGRESS_ENV: str(lent.fileno())}),
-            pass_fds=[lent.fileno()],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    assert int(done.stdout) == errno.EPERM
-    assert page.count == 2**63
-    page.close()

@@ -15,7 +15,6 @@ from typing import NoReturn
 import msgspec
 
 from engine.backends import process
-from engine.backends.process import ProgressPage
 from engine.backends.reference.config import Settings
 from engine.backends.registry import HELP
 from plumbing.errors import UnderstudyError, UsageError
@@ -66,7 +65,6 @@ def main() -> int:
         if HELP.intersection(sys.argv):
             parse(sys.argv[1:])
         sock = process.take_channel()
-        page = ProgressPage.take()
         member = process.enter("model")
     except UnderstudyError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -91,7 +89,7 @@ def main() -> int:
 
     gc.freeze()
     gc.enable()
-    uvloop.run(serve(settings, names, sock, member, peers, page))
+    uvloop.run(serve(settings, names, sock, member, peers))
     raise AssertionError("the backend stopped serving by itself")
 
 

@@ -11,13 +11,13 @@ counted on a shared page.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from engine.backends.process import ProgressPage
 from engine.backends.reference.generation import Generator, NewToken, TokenRequest
 from engine.backends.reference.rank import Rank
 from plumbing.errors import UnderstudyError
@@ -35,11 +35,12 @@ class ModelLoop:
         rank: Rank,
         slots: int,
         on_failed: Callable[[Exception], object],
-        page: ProgressPage | None = None,
+        progress: ctypes.c_uint64,
     ) -> None:
-        """`slots`: requests that are generated at once. `on_failed` gets why the model failed."""
+        """`slots`: requests that are generated at once. `on_failed` gets why the model failed.
+        `progress` counts steps, for the supervisor."""
         self._rank, self.slots, self._on_failed = rank, slots, on_failed
-        self._page = page or ProgressPage()
+        self._progress = progress
         self._numbers = itertools.count(1)
         self._unfinished: dict[int, asyncio.Queue[NewToken]] = {}  # where the tokens of each go
         self._turn: asyncio.Handle | None = None  # the next step
@@ -94,7 +95,7 @@ class ModelLoop:
         except Exception as error:
             self._on_failed(error)
             raise
-        self._page.count += 1
+        self._progress.value += 1
         if self._rank.kept is not None:
             self._rank.kept.writer.stepped()
         if made is not None:

@@ -12,7 +12,7 @@ import socket
 from aiohttp import web
 
 from engine.backends.channel import POLL_S, Channel, is_private, until_done
-from engine.backends.process import BackendProcess, ProgressPage
+from engine.backends.process import BackendProcess
 from engine.backends.reference.application import ServedModel, continuation_id, make_app
 from engine.backends.reference.config import Settings
 from engine.backends.reference.model import ModelLoop
@@ -57,14 +57,13 @@ async def serve(
     sock: socket.socket,
     member: BackendProcess,
     peers: Peers,
-    page: ProgressPage,
 ) -> None:
     """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)
     try:
         rank = Rank(settings, member, peers)
         ready, tokenizer = rank.ready, Tokenizer.load(settings.directory)
-        model = ModelLoop(rank, settings.slots, member.end, page)
+        model = ModelLoop(rank, settings.slots, member.end, member.progress)
         served = ServedModel(names, tokenizer, model, ready, member.engine)
         served.continuation_id = continuation_id(settings.directory, names[0], ready)
         backend = ReferenceBackend(served, rank, member.seat)

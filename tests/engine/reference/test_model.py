@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -63,7 +64,7 @@ Scenario = Callable[[ModelLoop, StubRank, list[Exception]], Any]
 def run(scenario: Scenario) -> None:
     failures: list[Exception] = []
     rank = StubRank()
-    model = ModelLoop(rank, SLOTS, failures.append)  # type: ignore[arg-type] # a stand-in
+    model = ModelLoop(rank, SLOTS, failures.append, ctypes.c_uint64())  # type: ignore[arg-type] # a stand-in
     asyncio.run(scenario(model, rank, failures))
 
 
@@ -102,7 +103,7 @@ def test_tokens_reach_their_own_request_and_count_as_progress():
             with generate(model) as gone:
                 assert (await first.get()).token == 8
             assert ((await second.get()).token, gone.empty()) == (7, True)
-            assert (model._page.count, model.in_flight) == (2, 1)
+            assert (model._progress.value, model.in_flight) == (2, 1)
         assert (rank.numbers, rank.cancelled) == ([1, 2, 3], [3, 2])
         assert (model.in_flight, failures) == (0, [])
 

@@ -10,6 +10,7 @@ and the end of the input ends it all.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -68,7 +69,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
         write_adapter(adapter)
         flags = [*flags, f"--lora-modules={ADAPTER}={adapter}", f"--max-lora-rank={RANK}"]
     parsed = arguments.parse([model, *FLAGS, *flags])
-    args, steps = parsed.vllm, StepCounter()
+    args, steps = parsed.vllm, StepCounter(ctypes.c_uint64())
     args.worker_cls = "tests.vllm.resume_matrix.worker.Worker"
     args.load_format, args.model_loader_extra_config = "auto", {}
     private = bind(args, f"{path}.trial")

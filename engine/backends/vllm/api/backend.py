@@ -20,6 +20,7 @@ undone: the incarnation ends, and another is launched.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import math
 import os
@@ -35,7 +36,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.backends import process_memory
 from engine.backends.channel import is_private
-from engine.backends.process import FAILURES_ENV, ProgressPage
+from engine.backends.process import FAILURES_ENV
 from engine.backends.vllm.api.features import KEEP_KV, OFFLOAD, PROVEN, RESUME, SLEEP, Features
 from engine.backends.vllm.api.gateway_endpoints import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
@@ -432,15 +433,15 @@ class StepCounter(StatLoggerBase):
     reads, too, whatever the channel's thread has to wait for.
     """
 
-    def __init__(self, page: ProgressPage | None = None) -> None:
-        self._page = page or ProgressPage()
+    def __init__(self, progress: ctypes.c_uint64) -> None:
+        self._progress = progress
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> StepCounter:
         """`AsyncLLM` calls this to make its loggers; it gets this one."""
         return self
 
     def record(self, *args: Any, **kwargs: Any) -> None:
-        self._page.count += 1
+        self._progress.value += 1
 
     def log_engine_initialized(self) -> None:
         pass

@@ -22,7 +22,7 @@ from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from engine.backends import process
-from engine.backends.process import BackendProcess, ProgressPage
+from engine.backends.process import BackendProcess
 from engine.backends.registry import asks_for_help
 from engine.backends.vllm import process_tuning
 from plumbing.errors import UnderstudyError, UsageError
@@ -61,7 +61,6 @@ def main() -> int:
     configure("backend-api")
     try:
         sock = process.take_channel()
-        page = ProgressPage.take()
         member = process.enter(NAME)
     except UnderstudyError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -84,13 +83,11 @@ def main() -> int:
     except Exception as error:
         member.end(error)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(parsed, sock, page, member))
+        runner.run(_run(parsed, sock, member))
     raise AssertionError("the backend returned while the process lives")
 
 
-async def _run(
-    parsed: ServeArguments, sock: socket.socket, page: ProgressPage, member: BackendProcess
-) -> None:
+async def _run(parsed: ServeArguments, sock: socket.socket, member: BackendProcess) -> None:
     from engine.backends.channel import Channel
 
     channel, args = Channel(sock), parsed.vllm
@@ -101,7 +98,7 @@ async def _run(
         from engine.backends.vllm.api.continuation import continuing
         from engine.backends.vllm.api.http import Front, bind
 
-        steps = StepCounter(page)
+        steps = StepCounter(member.progress)
         listener = bind(args, os.path.join(os.environ[DIRECTORY_ENV], trial))
         engine, features = make_engine(parsed, steps)
         front = await Front.start(engine, args, listener, parsed.body_bytes_max)
