@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from plumbing.text import to_json
 
 SOON_S = 0.02
 CLOSE_DEADLINE_S = 2.0  # a disk that hangs must not keep the process
-RETRY_MS = 2_000.0  # a write that failed; a full disk or a shortage of descriptors lasts longer
+RETRY_S = 2.0  # a write that failed; a full disk or a shortage of descriptors lasts longer
 
 
 def load(path: str, goal: Tier = Tier.AWAKE) -> tuple[EngineMemory, str | None]:
@@ -76,14 +75,14 @@ class EngineStateFile:
         self.problem: str | None = None
         self._hub = hub
         self._loop = asyncio.get_running_loop()
-        self._waiting: str | None = None
         self._make: Callable[[], dict[str, Any]] | None = None  # what is due soon
         self._urgent: tuple[object, ...] = ()  # on file, or on its way there
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-        self._texts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._newest: str | None = None
+        self._is_closing = False
+        self._is_due = threading.Event()
         # It cannot delay the exit.
-        threading.Thread(target=self._run, name="state-file", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="state-file", daemon=True)
+        self._thread.start()
 
     def write(self, make: Callable[[], dict[str, Any]], urgent: tuple[object, ...]) -> None:
         """Write what `make` says soon; at once if what is `urgent` has changed."""
@@ -94,49 +93,41 @@ class EngineStateFile:
             self._urgent = urgent
             self._take()
 
+    def close(self) -> None:
+        """Wait a moment for what is not written yet."""
+        self._take()
+        self._is_closing = True
+        self._is_due.set()
+        self._thread.join(CLOSE_DEADLINE_S)
+
     def _take(self) -> None:
         make, self._make = self._make, None
         if make is not None:
-            self._waiting = to_json(make(), indent=1) + "\n"
-            self._go_on()
-
-    async def close(self) -> None:
-        """Wait a moment for what is not written yet."""
-        self._take()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_idle.wait(), CLOSE_DEADLINE_S)
-
-    def _go_on(self) -> None:
-        if self._waiting is not None and self._is_idle.is_set():
-            self._is_idle.clear()
-            self._texts.put(self._waiting)
-            self._waiting = None
+            self._newest = to_json(make(), indent=1) + "\n"
+            self._is_due.set()
 
     def _run(self) -> None:
-        """On the thread."""
-        while True:
-            text, error = self._texts.get(), None
+        """On the thread. What cannot be written is tried again."""
+        error: Exception | None = None
+        while self._is_due.is_set() or not self._is_closing:
+            self._is_due.wait(RETRY_S if error is not None else None)
+            self._is_due.clear()
+            error = None
             try:
-                write_atomic(self.path, text)
+                if self._newest is not None:
+                    write_atomic(self.path, self._newest)
             except Exception as failure:
                 error = failure
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                self._loop.call_soon_threadsafe(self._wrote, text, error)
+                self._loop.call_soon_threadsafe(self._wrote, error)
 
-    def _wrote(self, text: str, error: Exception | None) -> None:
-        self._is_idle.set()
+    def _wrote(self, error: Exception | None) -> None:
         problem = self._why(error) if error is not None else None
         if problem != self.problem:
             self.problem = problem
             severity = "info" if problem is None else "warning"
             said = problem or "the state file can be written again"
             self._hub.log.record("engine.state_file", said, severity)
-        if problem is None:
-            self._go_on()
-            return
-        if self._waiting is None:
-            self._waiting = text
-        self._hub.after("state file", RETRY_MS, self._go_on)
 
     def _why(self, error: Exception) -> str:
         if not isinstance(error, OSError):

@@ -82,7 +82,7 @@ class EngineSupervisor:
             await self._http.stop()
             await self._control.farewell()
             await self._control.server.close()
-            await self._state_file.close()
+            self._state_file.close()
         _depart(engine)
 
     async def _heed(self, signals: SignalInbox) -> None:
