@@ -77,7 +77,7 @@ OPTIONS = (
         "resumes_max",
         int,
         RULES.resumes_max,
-        "Most requests that are resumed at the same time.",
+        "Most streams that are resumed at the same time, each until its first new token.",
         minimum=1,
         maximum=10_000,
     ),
