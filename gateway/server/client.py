@@ -121,22 +121,24 @@ class ClientConnection(asyncio.Protocol):
         self._is_chunked, self._has_body = is_chunked, has_body
         self._write(head)
 
-    def send_body(self, data: bytes) -> None:
-        """A part of the body, at once; the hot path."""
+    def send_body(self, data: bytes) -> bool:
+        """A part of the body, at once; whether the client is full then. The hot path."""
         out = self._out
         if out is None or not data or not self._has_body:
-            return
+            return False
         self.sent_bytes += len(data)
         if self._is_chunked:
             out.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
             out.write(data)
+        return self.is_full
 
-    def send_chunks(self, data: bytes) -> None:
-        """Whole chunks of HTTP, as they came."""
+    def send_chunks(self, data: bytes) -> bool:
+        """Whole chunks of HTTP, as they came; as `send_body`."""
         if self._transport is not None:
             self.sent_bytes += len(data)
             self._transport.write(data)
+        return self.is_full
 
     def gather(self) -> None:
         """Keep what is written until `release`. A head and the first events, or the last events and
@@ -145,12 +147,12 @@ class ClientConnection(asyncio.Protocol):
             self._out = _Gathered()
 
     def release(self) -> bool:
-        """Write it; whether there was anything."""
+        """Write it; as `send_body`."""
         gathered, self._out = self._out, self._transport
         if not isinstance(gathered, _Gathered) or not gathered or self._transport is None:
             return False
         self._transport.write(b"".join(gathered))
-        return True
+        return self.is_full
 
     def end_body(self) -> None:
         if self._is_chunked and self._has_body:

@@ -189,7 +189,7 @@ class ReplayTurns:
             self._loop.call_soon(self._take_turns)
 
 
-_GROUP_AND_CHUNK_END = b"\n\n\r\n"
+_CHUNK_END = b"\n\n\r\n"  # of one with whole events
 SLICE_BYTES = 16 * 1024  # of a replay: some 60 events, a millisecond at most
 
 
@@ -315,7 +315,7 @@ class Upstream(asyncio.Protocol):
         if self.response.is_whole and not self._is_behind and not self.is_dropped:
             self._end()
         if self._client.release():
-            self._look_at_room()
+            self._await_room()
         return self._is_behind and not self.is_dropped
 
     # ------------------------------------------------------------------ asyncio's callbacks
@@ -329,18 +329,17 @@ class Upstream(asyncio.Protocol):
         self._unsent = ()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_between and (group := whole_group(data)) is not None:
-            if self._is_passing:
-                self._client.send_chunks(data)
-                self._look_at_room()
+        if self._is_between and self._is_passing:
+            if is_whole_chunk(data):
+                if self._client.send_chunks(data):
+                    self._await_room()
                 return
+        elif self._is_between and (group := whole_group(data)) is not None:
             events, token = group
-            if self.attempt.passes(events, token):
-                self._send(events)
-            else:
-                found = self.attempt.group(events, [token], [1], self._owner.now_ms())
-                if found:
-                    self._send(found)
+            if not self.attempt.passes(events, token):
+                events = self.attempt.group(events, [token], [1], self._owner.now_ms())
+            if self._client.send_body(events):
+                self._await_room()
             if self._outbox:
                 self._owner.perform_outbox()
             return
@@ -349,7 +348,7 @@ class Upstream(asyncio.Protocol):
         self._client.gather()
         self._receive(data)
         if self._client.release():
-            self._look_at_room()
+            self._await_room()
 
     def _receive(self, data: bytes) -> None:
         response, self._is_silent = self.response, False
@@ -376,14 +375,14 @@ class Upstream(asyncio.Protocol):
         if self._cutter is not None:
             self._cut(self._cutter, body)
             # What follows the last group then is no byte of the body, so it is the chunk's end.
-            self._is_between = self._cutter.is_between and data.endswith(_GROUP_AND_CHUNK_END)
+            self._is_between = self._cutter.is_between and data.endswith(_CHUNK_END)
         elif body:
             self._receive_unmarked(body)
             if self._journal_cutter is not None and not self.is_dropped:
                 self._count_played(self._journal_cutter, body)
             elif self._is_passing and self._is_passed_on:
-                # Behind the comment of a group comes no byte of the body, so it is the chunk's end.
-                self._is_between = data.endswith(_GROUP_AND_CHUNK_END) and _ends_group(body)
+                # What is behind the body's last byte is the chunk's end.
+                self._is_between = body.endswith(b"\n\n") and data.endswith(_CHUNK_END)
         if response.is_whole and not self.is_dropped:
             self._end()
 
@@ -417,11 +416,11 @@ class Upstream(asyncio.Protocol):
     def _send(self, data: bytes) -> None:
         """To the client; if it is full, nothing more is read for it. A replay, of which it gets
         nothing, is read all the same: others may wait for its turn to end."""
-        self._client.send_body(data)
-        self._look_at_room()
+        if self._client.send_body(data):
+            self._await_room()
 
-    def _look_at_room(self) -> None:
-        if self._client.is_full and not self._is_paused:
+    def _await_room(self) -> None:
+        if not self._is_paused:
             self._is_paused = True
             self._pause_reading()
 
@@ -589,28 +588,29 @@ _SIZES = {
 MarkedGroup: TypeAlias = "tuple[bytes, list[int], list[int]]"
 
 
-def _ends_group(body: bytes) -> bool:
-    return body.startswith(GROUP_MARK, body.rfind(b"\n", 0, -2) + 1)
+def is_whole_chunk(data: bytes) -> bool:
+    """Whether `data` is one chunk of HTTP with whole events, as it nearly always is."""
+    size_line = _SIZES.get(len(data))
+    return size_line is not None and data.startswith(size_line) and data.endswith(_CHUNK_END)
 
 
 def whole_group(data: bytes) -> tuple[bytes, int] | None:
     """The events and the token of `data` as it is nearly always: one chunk of HTTP with one group
     of one token, and no more.
 
-    Behind a whole chunk and a whole group it need not be parsed then. None: parse it. Searches from
-    the end take a third of those from the beginning.
+    Behind a whole chunk and a whole group it need not be parsed then. None: parse it. Only digits
+    are between the first mark and the end, so there is no other one.
     """
     size_line = _SIZES.get(len(data))
-    end = data.rfind(_MARK_IN_LINE)
+    end = data.find(_MARK_IN_LINE)
     token = data[end + len(_MARK_IN_LINE) : -len(_ONE_TOKEN)]
     if (
         size_line is None
         or end < 0
-        or not data.startswith(size_line)
-        or not data.endswith(_ONE_TOKEN)
         or not token.isdigit()
         or len(token) > _TOKEN_DIGITS_MAX
-        or data.rfind(_MARK_IN_LINE, 0, end + 1) >= 0  # another group, or one without events
+        or not data.startswith(size_line)
+        or not data.endswith(_ONE_TOKEN)
     ):
         return None
     return data[len(size_line) : end + 1], int(token)
