@@ -45,7 +45,6 @@ HELLO_PATH = "/understudy/hello"  # GET: a `Hello`, as JSON
 WATCH_PATH = "/understudy/watch"  # GET, by a front: `PodReport`s, one line of JSON each
 
 GROUP_MARK = b": u="  # begins the comment behind the events of one group
-_ONE_TOKEN = b"|1\n\n"  # ends it where that is one token
 END = b": end\n\n"  # behind the last event of a whole answer
 # Behind a whole group, before the engine closes a stream that another engine is to resume: a
 # handover, which says nothing against the request. Without it a break counts as a death.
@@ -153,10 +152,6 @@ def read_group_end(comment: bytes) -> tuple[list[int], list[int]]:
     Raises:
         ValueError: not such a comment, or sizes that do not add up.
     """
-    if comment.endswith(_ONE_TOKEN) and comment.startswith(GROUP_MARK):
-        token = comment[len(GROUP_MARK) : -len(_ONE_TOKEN)]
-        if token.isdigit():
-            return [int(token)], [1]  # nearly always, and a fourth of the time that follows
     tokens, bar, chunks = comment.strip().removeprefix(GROUP_MARK).partition(b"|")
     if not bar or not comment.startswith(GROUP_MARK):
         raise ValueError("not the comment behind a group")

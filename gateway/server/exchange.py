@@ -423,8 +423,10 @@ class GatewayExchange:
         # A request that must not be sent twice gets no connection that may end at any time.
         reusable = request.may_be_sent_twice
         idle = self.idle_connections.find((effect.engine, effect.token)) if reusable else None
-        if idle is None or not upstream.reuse(idle):
+        if idle is None:
             self.connect(upstream)
+        else:
+            upstream.reuse(idle)
 
     def _for_pod(self, request: HttpRequest, continuation_id: str = "") -> bytes:
         """The headers for a pod: what its client wants, and who alone can continue a stream."""

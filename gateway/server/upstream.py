@@ -72,16 +72,8 @@ class IdleConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(
-        self,
-        owner: IdleConnections,
-        grant: Grant,
-        connection: socket.socket | None = None,
-        *,
-        is_over: bool = True,
-    ) -> None:
+    def __init__(self, owner: IdleConnections, grant: Grant, *, is_over: bool = True) -> None:
         self._owner, self.grant, self.is_over = owner, grant, is_over
-        self.socket = connection  # the transport's, to send without waiting for the loop
         self.since_s = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -199,7 +191,7 @@ class Upstream(asyncio.Protocol):
     __slots__ = (
         *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on"),
         *("_is_passing", "_is_paused", "_is_to_pod", "_journal_cutter"),
-        *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request", "_socket"),
+        *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request"),
         *("_transport", "_unsent"),
         *("_is_silent", "attempt", "held", "is_dropped", "response"),
     )
@@ -225,7 +217,6 @@ class Upstream(asyncio.Protocol):
         self._client = client
         self._request = request  # as long as it may have to be sent again
         self._unsent: Sequence[Buffer] = ()
-        self._socket: socket.socket | None = None
         self._transport: asyncio.Transport | None = None
         self._is_reused = False
         self._is_silent = True  # nothing of the response has come
@@ -259,24 +250,16 @@ class Upstream(asyncio.Protocol):
             self._unsent = send_now(connection, self._request)
         except OSError:  # it has closed already, as reading will tell
             self._unsent = self._request
-        self._socket, self._request = connection, ()
+        self._request = ()
         self._owner.sent(self)
         return connection
 
-    def reuse(self, idle: IdleConnection) -> bool:
-        """Send the request on this connection. False: the engine has closed it."""
-        try:
-            self._unsent = self._request
-            if idle.socket is not None:  # not to a pod
-                self._unsent = send_now(idle.socket, self._request)
-        except OSError:
-            idle.transport.abort()
-            return False
-        self._socket, self._is_reused = idle.socket, True
+    def reuse(self, idle: IdleConnection) -> None:
+        """Send the request on this connection; on another one, if the engine has closed it."""
+        self._unsent, self._is_reused = self._request, True
         idle.transport.set_protocol(self)
         self.connection_made(idle.transport)
         self._owner.sent(self)
-        return True
 
     def connect_later(self) -> None:
         """The request is sent once there is a connection."""
@@ -478,14 +461,14 @@ class Upstream(asyncio.Protocol):
         """The answer is over: leave the connection to another request, if nothing is odd."""
         self.is_dropped, self._is_between = True, False
         transport, self._transport = self._transport, None
-        if transport is None or (self._socket is None and not self._is_to_pod):
+        if transport is None:
             return
         response = self.response
         is_read = not self._is_paused and not self._is_behind
         is_flowing = is_read and not transport.get_write_buffer_size()
         if response.status == 200 and response.keeps_alive and is_flowing:
             grant, kept = (self.attempt.engine, self.attempt.token), self._owner.idle_connections
-            idle = IdleConnection(kept, grant, self._socket, is_over=response.is_whole)
+            idle = IdleConnection(kept, grant, is_over=response.is_whole)
             transport.set_protocol(idle)
             idle.connection_made(transport)
         else:
@@ -576,7 +559,9 @@ _NEWLINE = ord("\n")
 _ONE_TOKEN = b"|1\n\n\r\n"  # ends a chunk with one group of one token
 _TOKEN_DIGITS_MAX = 9  # so that it is less than 32 bits; larger ones are parsed
 
-_ONE_TOKEN_COMMENT = re.compile(rb"%b(\d{1,19})\|1\n\n" % re.escape(GROUP_MARK))
+# At the beginning of a line, up to an empty one; the look behind follows, since a search for what
+# begins with text is fast.
+_COMMENT = re.compile(rb"%b(?<![^\n]%b)(.*?)\n\n" % (GROUP_MARK, GROUP_MARK), re.DOTALL)
 
 # The size of a chunk as it is nearly always written, by the length of the chunk with its framing.
 _SIZES = {
@@ -614,18 +599,6 @@ def whole_group(data: bytes) -> tuple[bytes, int] | None:
     ):
         return None
     return data[len(size_line) : end + 1], int(token)
-
-
-def _groups_of_one_token(data: bytes) -> tuple[list[MarkedGroup], int]:
-    """The groups at the beginning of `data`, and the offset behind them, if all comments in it are
-    of one token, as they nearly always are: at a third of the time."""
-    parts = _ONE_TOKEN_COMMENT.split(data)
-    events, tokens = parts[:-1:2], parts[1::2]
-    has_others = len(tokens) != data.count(GROUP_MARK)
-    if has_others or not all(each.endswith(b"\n") for each in events if each):
-        return [], 0
-    groups = [(each, [int(token)], [1]) for each, token in zip(events, tokens, strict=True)]
-    return groups, len(data) - len(parts[-1])
 
 
 class GroupCutter:
@@ -666,26 +639,19 @@ class GroupCutter:
         return is_begun or rest.endswith((END, HANDED_OVER))
 
     def _cut(self, data: bytes) -> list[MarkedGroup]:
-        groups, start = _groups_of_one_token(data)
-        if start:
-            self._seen = 0
-        while start < len(data):
-            mark = start
-            if not data.startswith(GROUP_MARK, start):
-                mark = data.find(_MARK_IN_LINE, max(start, self._seen)) + 1
-                if mark == 0:
-                    break
-            stop = data.find(b"\n\n", mark) + 2
-            if stop == 1:
-                break
-            try:
-                tokens, chunks = read_group_end(data[mark:stop])
-            except ValueError:
-                self.broken = BreakCause.GARBAGE
-                return groups
-            groups.append((data[start:mark], tokens, chunks))
-            start, self._seen = stop, 0
-        self._keep(data, start)
+        groups: list[MarkedGroup] = []
+        parts = _COMMENT.split(data)
+        try:
+            for events, made in zip(parts[:-1:2], parts[1::2], strict=True):
+                if made.endswith(b"|1") and made[:-2].isdigit():  # nearly always
+                    groups.append((events, [int(made[:-2])], [1]))
+                else:
+                    groups.append((events, *read_group_end(b"%b%b\n\n" % (GROUP_MARK, made))))
+        except ValueError:
+            self.broken = BreakCause.GARBAGE
+            return groups
+        self._seen = 0 if groups else self._seen
+        self._keep(data, len(data) - len(parts[-1]))
         if self._rest.startswith(_ERRORS) and b"\n\n" in self._rest:
             groups.append((bytes(self._rest), [], []))
             self._rest.clear()
