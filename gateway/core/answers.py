@@ -7,8 +7,9 @@ since a client that does not understand the error takes a stream that ends for a
 
 from __future__ import annotations
 
-import json
 from typing import NamedTuple
+
+import msgspec
 
 from pool.core.events import RefusedDoor
 
@@ -114,17 +115,17 @@ def refused_door(door: RefusedDoor) -> Failure:
 
 def error_body(failure: Failure, path: str) -> bytes:
     """The whole answer to a request of which nothing was sent."""
-    return _json(_error(failure, path)) + b"\n"
+    return msgspec.json.encode(_error(failure, path)) + b"\n"
 
 
 def error_event(failure: Failure, path: str) -> bytes:
     """The last event of a stream that does not end as it should."""
     if _is_anthropic(path):
-        return b"event: error\ndata: %b\n\n" % _json(_error(failure, path))
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(_error(failure, path))
     if path.endswith("/responses"):
         said = {"type": "error", "code": failure.code, "message": failure.message, "param": None}
-        return b"event: error\ndata: %b\n\n" % _json(said)
-    return b"data: %b\n\n" % _json(_error(failure, path))
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(said)
+    return b"data: %b\n\n" % msgspec.json.encode(_error(failure, path))
 
 
 def _error(failure: Failure, path: str) -> dict[str, object]:
@@ -139,7 +140,3 @@ def _error(failure: Failure, path: str) -> dict[str, object]:
 
 def _is_anthropic(path: str) -> bool:
     return path.endswith("/messages")
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

@@ -67,7 +67,7 @@ class ClientConnection(asyncio.Protocol):
     """`request` is the one that is served now."""
 
     __slots__ = (
-        *("_body_since_s", "_has_body", "_is_chunked", "_is_lingering"),
+        *("_body_since_s", "_is_chunked", "_is_lingering"),
         *("_out", "_owner", "_reader", "_transport", "_unsent_seen_bytes"),
         *("deadline_s", "is_full", "peer", "request", "sent_bytes"),
     )
@@ -82,7 +82,6 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._out: asyncio.Transport | _Gathered | None = None  # where what is written goes
         self._is_chunked = False
-        self._has_body = True
         self._is_lingering = False
         self.is_full = False  # the client takes its answer slower than the engine makes it
         self._body_since_s = 0.0
@@ -116,15 +115,15 @@ class ClientConnection(asyncio.Protocol):
             own.response(to.request_id, keeps_alive=to.keeps_alive, is_to_head=to.is_to_head)
         )
 
-    def begin(self, head: bytes, *, is_chunked: bool, has_body: bool = True) -> None:
-        """The head of an answer whose body follows by `send_body`."""
-        self._is_chunked, self._has_body = is_chunked, has_body
+    def begin(self, head: bytes, *, is_chunked: bool) -> None:
+        """The head of an answer whose body, if it has one, follows by `send_body`."""
+        self._is_chunked = is_chunked
         self._write(head)
 
     def send_body(self, data: bytes) -> bool:
         """A part of the body, at once; whether the client is full then. The hot path."""
         out = self._out
-        if out is None or not data or not self._has_body:
+        if out is None or not data:
             return False
         self.sent_bytes += len(data)
         if self._is_chunked:
@@ -155,7 +154,7 @@ class ClientConnection(asyncio.Protocol):
         return self.is_full
 
     def end_body(self) -> None:
-        if self._is_chunked and self._has_body:
+        if self._is_chunked:
             self._write(b"0\r\n\r\n")
         self.finish()
 
@@ -168,7 +167,7 @@ class ClientConnection(asyncio.Protocol):
     def finish(self) -> None:
         """The answer is out: close, or serve the next request."""
         request, self.request = self.request, None
-        self._is_chunked, self._has_body, self.sent_bytes = False, True, 0
+        self._is_chunked, self.sent_bytes = False, 0
         if self._transport is None:
             return
         if request is not None and not request.keeps_alive:

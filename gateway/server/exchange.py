@@ -330,17 +330,11 @@ class GatewayExchange:
 
     # ------------------------------------------------------------------ for connections to engines
 
-    def sent(self, upstream: Upstream) -> None:
-        request = self.requests[upstream.attempt.request]
-        if request.is_fresh:
-            self.accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
-
     def connect(self, upstream: Upstream) -> None:
         """Send its request on a connection of its own."""
         attempt = upstream.attempt
         unreached = ev.AnswerEnded(attempt.number, ev.BreakCause.UNREACHED)
         if self.connect_pod is not None:
-            upstream.connect_later()
             self.connect_pod(attempt.engine, upstream, lambda: self.handle(unreached))
             return
         try:
@@ -427,6 +421,8 @@ class GatewayExchange:
             self.connect(upstream)
         else:
             upstream.reuse(idle)
+        if request.is_fresh:
+            self.accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
 
     def _for_pod(self, request: HttpRequest, continuation_id: str = "") -> bytes:
         """The headers for a pod: what its client wants, and who alone can continue a stream."""
@@ -476,8 +472,7 @@ class GatewayExchange:
         framing = b"transfer-encoding: chunked" if is_chunked else b""
         client.begin(
             response.head_for_client(request, framing, signed),
-            is_chunked=is_chunked,
-            has_body=response.has_body,
+            is_chunked=is_chunked and response.has_body,
         )
         upstream.pass_on()
 

@@ -287,10 +287,8 @@ def is_hop_path(path: str) -> bool:
 
 def sane_id(headers: Headers) -> bytes:
     """The client's, if it is sane, else a fresh one."""
-    for name, value in headers:
-        if name == b"x-request-id" and SANE_ID.fullmatch(value):
-            return value
-    return fresh_id()
+    found = dict(headers).get(b"x-request-id", b"")
+    return found if SANE_ID.fullmatch(found) else fresh_id()
 
 
 def fresh_id() -> bytes:

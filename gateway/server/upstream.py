@@ -26,6 +26,7 @@ group of its own: the core knows what it means.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import time
@@ -143,7 +144,6 @@ class Upstreams(Protocol):
 
     replays: ReplayTurns
 
-    def sent(self, upstream: Upstream) -> None: ...
     def connect(self, upstream: Upstream) -> None: ...
     def handle(self, event: GatewayEvent) -> None: ...
     def perform_outbox(self) -> None: ...
@@ -192,8 +192,7 @@ class Upstream(asyncio.Protocol):
         *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on"),
         *("_is_passing", "_is_paused", "_is_to_pod", "_journal_cutter"),
         *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request"),
-        *("_transport", "_unsent"),
-        *("_is_silent", "attempt", "held", "is_dropped", "response"),
+        *("_transport", "attempt", "held", "is_dropped", "response"),
     )
 
     def __init__(
@@ -215,11 +214,9 @@ class Upstream(asyncio.Protocol):
         self._owner = owner
         self._outbox = owner.outbox
         self._client = client
-        self._request = request  # as long as it may have to be sent again
-        self._unsent: Sequence[Buffer] = ()
+        self._request = request  # what is to be sent, or may have to be sent again
         self._transport: asyncio.Transport | None = None
-        self._is_reused = False
-        self._is_silent = True  # nothing of the response has come
+        self._is_reused = False  # the connection, and nothing of the response has come
         self._cutter: GroupCutter | None = None
         self._is_between = False  # the next byte begins a chunk and, within it, a group
         # Of a front's resume, until what is passed on is new.
@@ -246,25 +243,15 @@ class Upstream(asyncio.Protocol):
         except OSError:
             connection.close()
             raise
-        try:
-            self._unsent = send_now(connection, self._request)
-        except OSError:  # it has closed already, as reading will tell
-            self._unsent = self._request
-        self._request = ()
-        self._owner.sent(self)
+        with contextlib.suppress(OSError):  # it has closed already, as reading will tell
+            self._request = send_now(connection, self._request)
         return connection
 
     def reuse(self, idle: IdleConnection) -> None:
         """Send the request on this connection; on another one, if the engine has closed it."""
-        self._unsent, self._is_reused = self._request, True
+        self._is_reused = not self._is_to_pod
         idle.transport.set_protocol(self)
         self.connection_made(idle.transport)
-        self._owner.sent(self)
-
-    def connect_later(self) -> None:
-        """The request is sent once there is a connection."""
-        self._unsent, self._request = self._request, ()
-        self._owner.sent(self)
 
     def drop(self) -> None:
         """Close, at the latest when the loop has taken the socket over."""
@@ -307,9 +294,10 @@ class Upstream(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         if self.is_dropped:
             self._transport.abort()
-        elif self._unsent:
-            self._transport.writelines(self._unsent)
-        self._unsent = ()
+        elif self._request:
+            self._transport.writelines(self._request)
+        if not self._is_reused:
+            self._request = ()
 
     def data_received(self, data: bytes) -> None:
         if self._is_between and self._is_passing:
@@ -334,7 +322,7 @@ class Upstream(asyncio.Protocol):
             self._await_room()
 
     def _receive(self, data: bytes) -> None:
-        response, self._is_silent = self.response, False
+        response, self._is_reused = self.response, False
         try:
             response.feed(data)
         except ValueError:
@@ -390,11 +378,10 @@ class Upstream(asyncio.Protocol):
             self._break(BreakCause.CLOSED)
 
     def _was_unread(self, error: Exception | None) -> bool:
-        """Whether the engine has closed a connection that was idle before it saw the request."""
+        """Whether the engine has closed a connection that was idle before it saw the request. Over
+        TCP, from a pod, a reset does not say what was read."""
         is_reset = isinstance(error, (ConnectionResetError, BrokenPipeError))
-        if self._is_to_pod:  # over TCP a reset does not say what was read
-            return False
-        return self._is_reused and is_reset and self._is_silent and not self.is_dropped
+        return self._is_reused and is_reset and not self.is_dropped
 
     def _send(self, data: bytes) -> None:
         """To the client; if it is full, nothing more is read for it. A replay, of which it gets
