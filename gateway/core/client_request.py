@@ -25,7 +25,7 @@ After each of them the shell looks at the outbox, as a cold thing may have happe
     if data:
         client.write(data)
     if gateway.outbox:
-        perform(gateway.take())
+        perform(gateway.handle(Tick(), now_ms))
 
 The surprising thing: bytes and tokens are taken in by one statement, and the bytes go to the client
 in the same call. What a client was sent and what the journal has cannot differ.

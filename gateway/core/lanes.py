@@ -313,12 +313,6 @@ class Lanes:
         assert lane is not None
         return lane.attempts[number]
 
-    def take(self) -> Sequence[GatewayEffect]:
-        """The effects in the outbox, with those of requests whose turn it is."""
-        for lane in self._all:
-            lane.look()
-        return self.shared.take()
-
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
         """What follows from `event`, with all that was in the outbox. What is about a model that is
         not here is ignored."""

@@ -347,27 +347,21 @@ class GatewayExchange:
 
     def handle(self, event: ev.GatewayEvent) -> None:
         self._inbox.append(event)
+        self.perform_outbox()
+
+    def perform_outbox(self) -> None:
+        """Perform what follows from events, and what the core has decided while it saw bytes."""
         if self._is_performing:
             return
         self._is_performing = True
-        while self._inbox:
-            for effect in self.core.handle(self._inbox.popleft(), self.now_ms()):
+        while self._inbox or self.outbox:
+            event = self._inbox.popleft() if self._inbox else ev.Tick()
+            for effect in self.core.handle(event, self.now_ms()):
                 self._perform(effect)
         self._is_performing = False
-        if self.outbox:
-            self.perform_outbox()
         self.on_turn()
         if self._tick is None and self.core.needs_ticks:
             self._tick = self._loop.call_later(TICK_MS / 1000, self._ticked)
-
-    def perform_outbox(self) -> None:
-        """Perform what the core has decided while it saw bytes."""
-        self._is_performing = True
-        for effect in self.core.take():
-            self._perform(effect)
-        self._is_performing = False
-        if self._inbox or self.core.needs_ticks:
-            self.handle(self._inbox.popleft() if self._inbox else ev.Tick())
 
     def _ticked(self) -> None:
         self._tick = None

@@ -333,4 +333,4 @@ class Pod(Shell):
 
     def _send(self, upstream: Upstream, method: str, *what: object) -> None:
         upstream.client.sent += getattr(upstream.core, method)(*what, self.now_ms)
-        self.perform(self.gateway.take())
+        self.perform(self.gateway.handle(ev.Tick(), self.now_ms))

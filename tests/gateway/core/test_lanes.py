@@ -342,7 +342,7 @@ def test_front_stream_of_a_model_that_yields_is_handed_over():
     signed = engine.engine, engine.token, Continuation.EXACT, True
     lanes.handle(ev.HeadCame(sent.attempt, 200, *signed), 100.0)
     lanes.attempt(sent.attempt).hold(10)
-    assert any(isinstance(each, ev.SendHead) for each in lanes.take())
+    assert any(isinstance(each, ev.SendHead) for each in lanes.shared.take())
     effects = lanes.handle(DoorSet("a", 6, PARK), 101.0)
     (aborted,) = [each for each in effects if isinstance(each, ev.RequestEnded)]
     assert aborted.event.endswith(b"\n\n" + HANDED_OVER)
@@ -369,7 +369,7 @@ def test_front_resume_is_under_way_until_it_has_a_new_token():
     signed = engine.engine, engine.token, Continuation.EXACT, True
     lanes.handle(ev.HeadCame(sent.attempt, 200, *signed), 100.0)
     attempt.hold(10)
-    lanes.take()
+    lanes.shared.take()
     for tokens in (0, 3, 1):
         attempt.played(tokens)
         found.append(lanes.demand(100.0)["a"].resuming)

@@ -508,7 +508,7 @@ class World(Shell):
             self.open.pop(connection.number)
             connection.is_open = False
         connection.client.sent += getattr(connection.core, method)(*what, self.now_ms)
-        self.perform(self.fleet.take())
+        self.perform(self.fleet.handle(ev.Tick(), self.now_ms))
 
     def _deliver(self, connection: Connection, what: Callable[[], None]) -> None:
         """To the front, in order."""
