@@ -136,8 +136,7 @@ class GatewayExchange:
         self._is_stopping = False
         if self._listener is not None:
             self._listener.stop()
-        certificate = self.certificate
-        tls = None if certificate is None else lambda: certificate.context
+        tls = None if self.certificate is None else self.certificate.get
         self._listener = ServiceListener(listening, self, tls)
 
     def release(self) -> None:
@@ -562,9 +561,6 @@ class GatewayExchange:
         self.idle_connections.close_old(self.idle_connections.idle_s)
         self._fill_pauses(self._settings.keepalive_comments_ms)
         self.accounts.tell()
-        for watched in (self.keys, self.certificate):
-            if watched is not None:
-                watched.look()
 
     def _refuse_largest_bodies(self) -> None:
         """A body may be sent slowly, so a few that are large could hold all memory for hours, and

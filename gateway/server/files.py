@@ -1,117 +1,75 @@
 """Files that users renew while the gateway runs: API keys, the certificate and its key.
 
-They are looked at once a second. A file that cannot be read, or is bad, leaves what was read before
-in force and is a problem that status shows. No message quotes a file: keys are secrets.
+A file that cannot be read, or is bad, leaves what was read before in force and is a problem that
+status shows. No message quotes a file: keys are secrets.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import logging
-import os
 import ssl
+from functools import partial
 
 from gateway.core.answers import Failure
 from gateway.server.requests import Headers
 from plumbing.errors import UsageError
-
-logger = logging.getLogger(__name__)
+from plumbing.wire.tcp import Renewed
 
 KEYS_BYTES_MAX = 1 << 20  # some ten thousand keys
 
 
-class WatchedFiles:
-    """What was read of `paths`, and is again when any of them has changed. OSError and ValueError
-    of a later `load` are a problem. `code`, `fault`: of an error, with a place for each path and
-    for the reason."""
-
-    code = fault = ""
-
-    def __init__(self, *paths: str) -> None:
-        """Raises:
-        UsageError: they cannot be used.
-        """
-        self.problem: str | None = None
-        self._paths = paths
-        self._seen = self._state()
-        try:
-            self.load()
-        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise UsageError(self.code, self.fault.format(*paths, _why(error))) from error
-
-    def load(self) -> None:
-        raise NotImplementedError  # by each kind of file
-
-    def look(self) -> None:
-        state = self._state()
-        if state == self._seen:
-            return
-        self._seen = state
-        try:
-            self.load()
-        except (OSError, ValueError) as error:
-            why = _why(error)
-            self.problem = f"cannot use {' and '.join(self._paths)}, kept what was read: {why}"
-            logger.warning("%s", self.problem)
-        else:
-            self.problem = None
-            logger.info("read %s again", " and ".join(self._paths))
-
-    def _state(self) -> list[tuple[int, int, int]]:
-        """What changes with the files; also behind the symbolic links of a Kubernetes volume."""
-        found = []
-        for path in self._paths:
-            with contextlib.suppress(OSError):
-                now = os.stat(path)
-                found.append((now.st_mtime_ns, now.st_ino, now.st_size))
-        return found
-
-
-class ApiKeys(WatchedFiles):
+class ApiKeys(Renewed[frozenset[bytes]]):
     """The accepted keys, one per line. Only digests are kept."""
 
-    code = "gateway.bad_api_keys"
-    fault = "cannot use {} (--api-keys): {}; write one key per line"
+    def __init__(self, path: str) -> None:
+        """Raises:
+        UsageError: `gateway.bad_api_keys`.
+        """
+        super().__init__(partial(_read_keys, path), path)
 
     def check(self, headers: Headers) -> Failure | None:
         for name, value in headers:
             if name == b"authorization" and value[:7].lower() == b"bearer ":
-                if self.knows(value[7:].strip()):
+                # How long it takes to find a digest says nothing about a key.
+                if _digest(value[7:].strip()) in self.get():
                     return None
                 return Failure(401, "invalid_api_key", "The API key is not valid.")
         return Failure(401, "invalid_api_key", "An API key is required: Authorization: Bearer KEY.")
 
-    def knows(self, key: bytes) -> bool:
-        return _digest(key) in self._digests  # how long that takes says nothing about a key
 
-    def load(self) -> None:
-        with open(self._paths[0], "rb") as stream:
+def certificate(cert: str, key: str) -> Renewed[ssl.SSLContext]:
+    """The context for handshakes that begin now.
+
+    Raises:
+        UsageError: `gateway.bad_tls`.
+    """
+    return Renewed(partial(_read_certificate, cert, key), cert, key)
+
+
+def _read_keys(path: str) -> frozenset[bytes]:
+    try:
+        with open(path, "rb") as stream:
             text = stream.read(KEYS_BYTES_MAX + 1)
         if len(text) > KEYS_BYTES_MAX:
             raise ValueError(f"it exceeds the limit of {KEYS_BYTES_MAX} bytes")
         keys = {line.strip() for line in text.splitlines()} - {b""}
         if not keys:
             raise ValueError("it has no key")
-        self._digests = frozenset(_digest(key) for key in keys)
+    except (OSError, ValueError) as error:
+        what = f"cannot use {path} (--api-keys): {_why(error)}; write one key per line"
+        raise UsageError("gateway.bad_api_keys", what) from error
+    return frozenset(map(_digest, keys))
 
 
-class Certificate(WatchedFiles):
-    """A TLS context whose certificate follows its files; handshakes that follow use the new one."""
-
-    code = "gateway.bad_tls"
-    fault = (
-        "cannot use {} (--tls-cert) and {} (--tls-key) as a PEM certificate and its private key: {}"
-    )
-
-    def __init__(self, cert: str, key: str) -> None:
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.set_alpn_protocols(["http/1.1"])
-        super().__init__(cert, key)
-
-    def load(self) -> None:
-        cert, key = self._paths
-        self.context.load_cert_chain(cert, key, password=_no_password)
+def _read_certificate(cert: str, key: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(cert, key, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        what = f"{cert} (--tls-cert) and {key} (--tls-key) as a PEM certificate and its private key"
+        raise UsageError("gateway.bad_tls", f"cannot use {what}: {_why(error)}") from error
+    return context
 
 
 def _digest(key: bytes) -> bytes:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.core.events import QUEUE_MAX, GatewayRules, LaneRules
 from gateway.core.sleep_door import SleepRules
-from gateway.server.files import ApiKeys, Certificate
+from gateway.server.files import ApiKeys, certificate
 from plumbing.errors import UsageError
 from plumbing.pod.paths import DIR, runtime_dir
 from plumbing.pod.supervision import DRAIN_MS
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
 from plumbing.service.hosts import http_options
 from plumbing.text import split_address
+from plumbing.wire.tcp import Renewed
 
 DAY_S = 24 * 3600
 # One answer without a stream is held whole, up to 64 MiB; with less nothing could be sent again.
@@ -195,7 +197,7 @@ class GatewaySettings:
     uses_keys: bool = True  # of a front: else each request goes to the less loaded of two pods
     fleet_tls: str = ""
 
-    def open_files(self) -> tuple[ApiKeys | None, Certificate | None]:
+    def open_files(self) -> tuple[ApiKeys | None, Renewed[ssl.SSLContext] | None]:
         """
         Raises:
             UsageError: `gateway.bad_tls`, `gateway.bad_api_keys`.
@@ -204,7 +206,7 @@ class GatewaySettings:
             missing, given = ("key", "cert") if self.tls_cert else ("cert", "key")
             raise UsageError("gateway.bad_tls", f"--tls-{given} requires --tls-{missing}")
         keys = ApiKeys(self.api_keys) if self.api_keys else None
-        return keys, Certificate(self.tls_cert, self.tls_key) if self.tls_cert else None
+        return keys, certificate(self.tls_cert, self.tls_key) if self.tls_cert else None
 
     def check_files(self) -> None:
         """Whether a gateway that starts now could use the files that users renew.

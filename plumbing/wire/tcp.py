@@ -23,7 +23,8 @@ import ssl
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from plumbing.errors import UnreachableError, UsageError, is_shortage
 from plumbing.wire.connection import Connection, Handler
@@ -48,24 +49,60 @@ KEEPALIVE_IDLE_S = 5
 # A key is a few hundred bytes, a bundle of certificates a few hundred kilobytes.
 FILE_BYTES_MAX = 1024 * 1024
 
-_Stamp = tuple[tuple[int, ...] | None, ...]
+T = TypeVar("T")
+
+
+class Renewed(Generic[T]):
+    """What `read` makes of files that users renew: read again at its next use once one of them has
+    changed. If they cannot be used then, `problem` gives the reason, and what was read before stays
+    in use."""
+
+    def __init__(self, read: Callable[[], T], *paths: str) -> None:
+        """Raises:
+        UsageError: from `read`.
+        """
+        self._read, self._paths = read, paths
+        self._problem: str | None = None
+        self._stamp, self._found = self._now(), read()
+
+    def get(self) -> T:
+        stamp = self._now()
+        try:
+            if stamp != self._stamp:
+                self._found = self._read()
+        except UsageError as error:
+            self._problem = f"{error}; the previous files stay in use"
+        else:
+            self._stamp, self._problem = stamp, None
+        return self._found
+
+    @property
+    def problem(self) -> str | None:
+        self.get()
+        return self._problem
+
+    def _now(self) -> list[tuple[int, ...] | None]:
+        return [_stamp(path) for path in self._paths]
 
 
 @dataclass
 class Security:
     """Paths of a certificate, its private key and the peers' CA.
 
-    The files are checked at each new connection, so renewed ones are used at once. If they cannot
-    be used, `problem` gives the reason and the last good ones stay in use.
+    The files are checked at each new connection, so renewed ones are used at once.
     """
 
     cert: str
     key: str
     ca: str
-    problem: str | None = field(default=None, init=False, compare=False)
-    _kept: dict[ssl._SSLMethod, tuple[_Stamp, ssl.SSLContext]] = field(
+    _kept: dict[ssl._SSLMethod, Renewed[ssl.SSLContext]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the files cannot be used, where others were before."""
+        return next(filter(None, (each.problem for each in self._kept.values())), None)
 
     def server_context(self) -> ssl.SSLContext:
         """For the accepting side. Sessions are not resumed: each connection authenticates.
@@ -84,18 +121,9 @@ class Security:
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
-        stamp = tuple(_stamp(path) for path in (self.cert, self.key, self.ca))
-        kept = self._kept.get(side)
-        if kept is None or kept[0] != stamp:
-            try:
-                kept = self._kept[side] = (stamp, self._make(side))
-            except UsageError as error:
-                if kept is None:
-                    raise
-                self.problem = f"{error}; the previous files stay in use"
-                return kept[1]
-        self.problem = None
-        return kept[1]
+        if side not in self._kept:
+            self._kept[side] = Renewed(partial(self._make, side), self.cert, self.key, self.ca)
+        return self._kept[side].get()
 
     def _make(self, side: ssl._SSLMethod) -> ssl.SSLContext:
         context = ssl.SSLContext(side)

@@ -123,6 +123,6 @@ def test_renewed_files_without_a_descriptor_to_load_them_are_a_temporary_problem
     authority.issue("lock", file="tls")
     with room_for(0):
         assert security.server_context() is first
-    assert "Too many open files" in str(security.problem)
+        assert "Too many open files" in str(security.problem)
     assert security.server_context() is not first
     assert security.problem is None
