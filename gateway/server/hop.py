@@ -117,14 +117,6 @@ class HopDoor:
             client.abort()
         self._watching.clear()
 
-    def close(self) -> None:
-        self.stop()
-        for timer in (self._timer, self._cut):
-            if timer is not None:
-                timer.cancel()
-        for client in tuple(self.clients):
-            client.abort()
-
     # ------------------------------------------------------------------ leaving
 
     @property

@@ -89,8 +89,18 @@ class GatewayProgram(Handler):
     async def begin(self) -> list[Coroutine[Any, Any, None]]:
         """Open what has to be open; what runs until the end."""
 
-    @abstractmethod
-    async def close(self) -> None: ...
+    async def open(self) -> None:
+        """Take the control socket and the HTTP port, which only one process can have.
+
+        Raises:
+            UnderstudyError: another one has the directory, or the port is in use.
+        """
+        await self.control.start()  # first: it guards the directory
+        await self.http.start()
+
+    async def close(self) -> None:
+        await self.control.close()
+        await self.http.stop()
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT, or until a successor has taken over; 0.
@@ -232,8 +242,7 @@ class FrontServer(GatewayProgram):
 
     async def begin(self) -> list[Coroutine[Any, Any, None]]:
         assert self.settings.listen is not None
-        await self.control.start()  # first: it guards the directory
-        await self.http.start()
+        await self.open()
         host, port = self.settings.listen
         sock = bind(host, port, "--listen", BACKLOG)
         self.address = f"{host}:{sock.getsockname()[1]}"
@@ -241,10 +250,6 @@ class FrontServer(GatewayProgram):
         self.accepting_ms = self.clock.now_ms()
         self.log.record("gateway.accepting", f"accepts connections on {self.address}")
         return [self.links.run()]
-
-    async def close(self) -> None:
-        await self.control.close()
-        await self.http.stop()
 
     # ------------------------------------------------------------------ status
 

@@ -93,7 +93,7 @@ class GatewayServer(GatewayProgram):
         if self._is_successor:
             self._loop.call_later(SUCCEED_S, self._give_up)
         else:
-            await self._open()
+            await self.open()
         coroutines = [self.lock.run(), self.engine.run(), self._count(), self._take_turns()]
         return [*coroutines, self.pool.run()] if self.pool.models else coroutines
 
@@ -121,7 +121,7 @@ class GatewayServer(GatewayProgram):
         said = ""
         while not self._is_open:
             try:
-                await self._open()
+                await self.open()
             except UnderstudyError as error:
                 if error.message != said:  # the old gateway hangs: its init kills it
                     said = error.message
@@ -133,7 +133,7 @@ class GatewayServer(GatewayProgram):
         if self.lock.stage is not Stage.ACCEPTS:
             return
         self.exchange.release()
-        await self._close()
+        await self.close()
         self.lock.set_stage(Stage.YIELDS)
         self._share_memory(True)
         in_flight = self.exchange.load().in_flight
@@ -141,20 +141,13 @@ class GatewayServer(GatewayProgram):
         self.log.record("gateway.replaced", message, data={"in_flight": in_flight})
         self._drain(FINISH_MS)
 
-    async def _open(self) -> None:
-        """Take the control socket and the HTTP port.
-
-        Raises:
-            UnderstudyError: another gateway has one of them.
-        """
-        await self.control.start()  # first: it guards the directory
+    async def open(self) -> None:
         try:
-            await self.http.start()
+            await super().open()
             if self.hop is not None and self.settings.hop is not None:
                 self.hop.start(*self.settings.hop, fleet_security(self.settings.fleet_tls))
         except BaseException:
-            await self.http.stop()
-            await self.control.close()
+            await super().close()
             raise
         self._is_open = True
         where = f"probes on {self.http.host}:{self.http.port}"
@@ -162,16 +155,10 @@ class GatewayServer(GatewayProgram):
         self.log.record("gateway.started", message, data={"http_port": self.http.port})
 
     async def close(self) -> None:
-        await self._close()
-        if self.hop is not None:
-            self.hop.close()
-
-    async def _close(self) -> None:
         self._is_open = False
         if self.hop is not None:
             self.hop.stop()
-        await self.control.close()
-        await self.http.stop()
+        await super().close()
 
     # ------------------------------------------------------------------ its predecessor
 

@@ -49,7 +49,9 @@ class BenchPod:
     def kill(self) -> None:
         """All of its sockets."""
         self.engine.die()
-        self.hop.close()
+        self.hop.stop()
+        for client in tuple(self.hop.clients):
+            client.abort()
         for upstream in tuple(self.exchange.upstreams.values()):
             upstream.drop()
 
