@@ -189,10 +189,9 @@ class Upstream(asyncio.Protocol):
     """One attempt's connection. After `drop` nothing of it reaches anybody."""
 
     __slots__ = (
-        *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on"),
-        *("_is_passing", "_is_paused", "_is_to_pod", "_journal_cutter"),
-        *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request"),
-        *("_transport", "attempt", "held", "is_dropped", "response"),
+        *("_client", "_cutter", "_is_between", "_is_passed_on", "_is_passing", "_is_paused"),
+        *("_is_reused", "_is_to_pod", "_journal_cutter", "_outbox", "_owner", "_replayed"),
+        *("_request", "_transport", "attempt", "held", "is_dropped", "response"),
     )
 
     def __init__(
@@ -221,9 +220,7 @@ class Upstream(asyncio.Protocol):
         self._is_between = False  # the next byte begins a chunk and, within it, a group
         # Of a front's resume, until what is passed on is new.
         self._journal_cutter = GroupCutter() if attempt.owner.is_resumed_by_front else None
-        self._replayed = bytearray()  # that waits for its turn,
-        self._is_behind = False  # and the connection is not read on meanwhile
-        self._is_head_told = False
+        self._replayed = bytearray()  # that waits for its turn; nothing more is read meanwhile
         self._is_passed_on = False
         self.is_dropped = False
         self._is_paused = False
@@ -278,15 +275,14 @@ class Upstream(asyncio.Protocol):
             return False
         data = bytes(self._replayed[:SLICE_BYTES])
         del self._replayed[:SLICE_BYTES]
-        self._is_behind = bool(self._replayed)
         self._resume_reading()  # `_cut` may leave the connection to another request
         self._client.gather()
         self._cut(self._cutter, data)
-        if self.response.is_whole and not self._is_behind and not self.is_dropped:
+        if self.response.is_whole and not self._replayed and not self.is_dropped:
             self._end()
         if self._client.release():
             self._await_room()
-        return self._is_behind and not self.is_dropped
+        return bool(self._replayed) and not self.is_dropped
 
     # ------------------------------------------------------------------ asyncio's callbacks
 
@@ -323,25 +319,25 @@ class Upstream(asyncio.Protocol):
 
     def _receive(self, data: bytes) -> None:
         response, self._is_reused = self.response, False
+        is_new = not response.has_head
         try:
             response.feed(data)
         except ValueError:
             self._break(BreakCause.GARBAGE)
             return
-        if not self._is_head_told:
+        if is_new and response.has_head:
             self._tell_head()
-            if not self._is_head_told or self.is_dropped:
-                return
+        if self.is_dropped or not response.has_head:
+            return
         body = b""
         if response.pieces:
             body = response.pieces[0] if len(response.pieces) == 1 else b"".join(response.pieces)
             response.pieces.clear()
-        if self._is_behind or (self._cutter is not None and self.attempt.is_replaying):
-            self._replayed += body
-            if not self._is_behind:
-                self._is_behind = True
+        if self._replayed or (body and self._cutter is not None and self.attempt.is_replaying):
+            if not self._replayed:
                 self._pause_reading()
                 self._owner.replays.add(self)
+            self._replayed += body
             return
         if self._cutter is not None:
             self._cut(self._cutter, body)
@@ -399,15 +395,12 @@ class Upstream(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _resume_reading(self) -> None:
-        is_wanted = not self._is_paused and not self._is_behind and not self.is_dropped
+        is_wanted = not self._is_paused and not self._replayed and not self.is_dropped
         if self._transport is not None and is_wanted:
             self._transport.resume_reading()
 
     def _tell_head(self) -> None:
         response = self.response
-        if not response.has_head:
-            return
-        self._is_head_told = True
         self._request = ()
         engine, token = response.engine, response.token
         if self._is_to_pod:
@@ -451,7 +444,7 @@ class Upstream(asyncio.Protocol):
         if transport is None:
             return
         response = self.response
-        is_read = not self._is_paused and not self._is_behind
+        is_read = not self._is_paused and not self._replayed
         is_flowing = is_read and not transport.get_write_buffer_size()
         if response.status == 200 and response.keeps_alive and is_flowing:
             grant, kept = (self.attempt.engine, self.attempt.token), self._owner.idle_connections
