@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from plumbing.pod.cli import ask_status
 from plumbing.pod.paths import pool_socket
 from plumbing.service.procfs import children
 from plumbing.wire.blocking import BlockingClient
 from pool.core.events import Order
-from pool.messages import CATALOGUE, OrderMsg, StatusMsg
+from pool.messages import CATALOGUE, OrderMsg
 from tests.e2e.pods import AS_USERS_RUN_IT
 from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
@@ -45,8 +46,7 @@ class RunningPool:
     # ------------------------------------------------------------------ looking
 
     def status(self) -> dict[str, Any]:
-        with BlockingClient(pool_socket(str(self.directory)), CATALOGUE) as client:
-            return dict(client.request(StatusMsg(), timeout_s=WAIT_S).message.document)
+        return ask_status(pool_socket(str(self.directory)), CATALOGUE)
 
     def states(self) -> dict[str, str]:
         """Of all models."""

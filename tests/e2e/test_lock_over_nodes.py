@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from lockserver.messages import CATALOGUE, EventMsg, StatusMsg, WatchMsg
+from lockserver.messages import CATALOGUE
 from plumbing.errors import UnderstudyError
+from plumbing.pod.cli import ask_status, events_of
 from plumbing.service.procfs import descendants
 from plumbing.wire import certificates
-from plumbing.wire.blocking import BlockingClient
 from tests.deploy.manifests import LOCK_POD, NODES, containers, environment, words, workload
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.helpers import free_port, until
@@ -41,7 +41,7 @@ class Nodes:
     """The overlay's three pods as processes, each with a runner of its own."""
 
     def __init__(self, home: Path) -> None:
-        self.home = home
+        self.home, self.lock_socket = home, str(home / "lock/state/lock/lockserver.sock")
         self.model = asyncio.run(make_random_model(home / "model"))
         self.service = f"127.0.0.1:{free_port()}"
         certificates.create(str(home / "key"), ["127.0.0.1"])
@@ -105,26 +105,15 @@ class Nodes:
     async def stop(self) -> None:
         await asyncio.gather(*(runner.stop() for runner in self.runners))
 
-    def _client(self) -> BlockingClient:
-        return BlockingClient(str(self.home / "lock/state/lock/lockserver.sock"), CATALOGUE)
-
     def lock(self) -> dict[str, Any]:
         """The lock `active`; {} while the server does not answer."""
-        with contextlib.suppress(UnderstudyError), self._client() as client:
-            reply: Any = client.request(StatusMsg()).message
-            return dict(reply.document["locks"]["active"])
+        with contextlib.suppress(UnderstudyError):
+            return dict(ask_status(self.lock_socket, CATALOGUE)["locks"]["active"])
         return {}
 
     def events(self) -> list[str]:
         """The types of all events so far, in order."""
-        with self._client() as client:
-            reply: Any = client.request(WatchMsg(0)).message
-            found = []
-            while len(found) < reply.document["as_of_event_id"]:
-                message = client.receive().message
-                if isinstance(message, EventMsg):
-                    found.append(str(message.record["type"]))
-        return found
+        return [str(each["type"]) for each in events_of(self.lock_socket, CATALOGUE)]
 
     def whole(self) -> dict[str, Any]:
         """The lock once one engine holds it and the other three wait."""

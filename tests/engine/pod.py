@@ -16,10 +16,9 @@ from typing import Any
 from engine import messages as m
 from engine.supervisor.supervisor import SAME_ORDER_MS
 from lockserver.messages import CATALOGUE as LOCK_CATALOGUE
-from lockserver.messages import StatusMsg as LockStatus
-from lockserver.messages import StatusReplyMsg as LockStatusReply
 from plumbing.errors import UnderstudyError
-from plumbing.pod.paths import engine_http_socket, engine_socket
+from plumbing.pod.cli import ask_status
+from plumbing.pod.paths import engine_http_socket, engine_socket, lockserver_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.helpers import free_port, http_get, until
@@ -66,12 +65,9 @@ class Engine:
     def status(self) -> dict[str, Any] | None:
         """What the engine says of itself, None while it does not answer."""
         try:
-            with self.client() as client:
-                reply = client.request(m.StatusMsg(), timeout_s=5).message
+            return ask_status(engine_socket(str(self.directory), self.name), m.CONTROL)
         except UnderstudyError:
             return None
-        assert isinstance(reply, m.StatusReplyMsg)
-        return reply.document
 
     def client(self) -> BlockingClient:
         return BlockingClient(engine_socket(str(self.directory), self.name), m.CONTROL)
@@ -188,10 +184,7 @@ class Pod:
 
     def lock_status(self) -> dict[str, Any]:
         """All that the lock server says."""
-        with BlockingClient(str(self.directory / "lockserver.sock"), LOCK_CATALOGUE) as client:
-            reply = client.request(LockStatus()).message
-        assert isinstance(reply, LockStatusReply)
-        return reply.document
+        return ask_status(lockserver_socket(str(self.directory)), LOCK_CATALOGUE)
 
     def ask(self) -> tuple[str, int]:
         """Who serves, and under which token: one request, as the gateway sends it, or with a lock

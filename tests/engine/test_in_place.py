@@ -16,8 +16,9 @@ from engine.supervisor import state_file
 from engine.supervisor.control import WHAT_COUNTS
 from lockserver.messages import CATALOGUE, HandOverMsg, SwitchedOverMsg, SwitchOverMsg
 from plumbing.errors import UnderstudyError
+from plumbing.pod.cli import events_of
 from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
-from plumbing.pod.paths import engine_state
+from plumbing.pod.paths import engine_socket, engine_state
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import QUICK, Engine, Pod
 from tests.engine.stub_lock import StubLock
@@ -266,14 +267,5 @@ def hand_over(stub: StubLock) -> None:
 
 def states(engine: Engine) -> list[str]:
     """Every state so far, in order."""
-    with engine.client() as client:
-        reply = client.request(m.WatchMsg(0)).message
-        assert isinstance(reply, m.StatusReplyMsg)
-        found: list[str] = []
-        while True:
-            record = client.receive().message
-            assert isinstance(record, m.EventMsg)
-            if record.record["type"] == "engine.state":
-                found.append(record.record["data"]["to"])
-            if record.record["id"] >= reply.document["as_of_event_id"]:
-                return found
+    records = events_of(engine_socket(str(engine.directory), engine.name), m.CONTROL)
+    return [each["data"]["to"] for each in records if each["type"] == "engine.state"]

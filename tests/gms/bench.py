@@ -18,6 +18,7 @@ from gms import names
 from gms.client import Keeper, Reader, Writer, open_session
 from gms.server import journal
 from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.pod.cli import ask_status
 from plumbing.pod.paths import gms_journal, gms_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
@@ -87,10 +88,7 @@ class GmsProcess:
         return BlockingClient(gms_socket(self.directory, self.device), msg.CATALOGUE)
 
     def status(self) -> dict[str, Any]:
-        with self.client() as client:
-            reply = client.request(msg.StatusMsg()).message
-        assert isinstance(reply, msg.StatusReplyMsg)
-        return reply.document
+        return ask_status(gms_socket(self.directory, self.device), msg.CATALOGUE)
 
     def open(self, mode: str = "rw_or_ro", **more: Any) -> Reader | Writer:
         how = {name: more.pop(name) for name in ("on_wait", "memory") if name in more}

@@ -11,10 +11,11 @@ import subprocess
 import sys
 from typing import Any
 
-from lockserver.messages import CATALOGUE, StatusMsg
+from lockserver.messages import CATALOGUE
 from plumbing.errors import UnderstudyError
+from plumbing.pod.cli import ask_status
+from plumbing.pod.paths import lockserver_socket
 from plumbing.service import procfs
-from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import free_port, http_get, run_command, until
 
@@ -71,11 +72,7 @@ class ServerProcess:
         return self.process.pid
 
     def status(self) -> dict[str, Any]:
-        path = os.path.join(self.directory, "lockserver.sock")
-        with BlockingClient(path, CATALOGUE) as client:
-            reply: Any = client.request(StatusMsg()).message
-        document: dict[str, Any] = reply.document
-        return document
+        return ask_status(lockserver_socket(self.directory), CATALOGUE)
 
     def get(self, path: str) -> tuple[int, str]:
         return http_get(self.http_port, path)
