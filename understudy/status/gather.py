@@ -46,6 +46,7 @@ from plumbing.wire.server import guard_holder
 from pool import messages as pool_messages
 from understudy.status.view import is_reachable, pod_view
 
+NO_SOCKET = "it has no socket; is its process running, and with this --dir?"
 DRAINED = "drained"  # the reason in the state file of an engine that was asked to end
 
 
@@ -162,8 +163,7 @@ async def pids_of(parts: Sequence[PodPart]) -> dict[str, int]:
 
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
-    parts = (*(part_of(directory, name) for name in SINGLE), *memory_parts(directory))
-    return view_of(directory, await said_of((*parts, *engine_parts(directory)), timeout_s))
+    return view_of(directory, await said_of(pod_parts(directory), timeout_s))
 
 
 async def said_of(parts: Sequence[PodPart], timeout_s: float) -> dict[PodPart, dict[str, Any]]:
@@ -175,9 +175,7 @@ async def said_of(parts: Sequence[PodPart], timeout_s: float) -> dict[PodPart, d
 def view_of(directory: Path, said: Mapping[PodPart, dict[str, Any]]) -> dict[str, Any]:
     """The view of what all parts have said."""
     named = {part.name: document for part, document in said.items()}
-    lock, gateway, pool = (
-        named.get(name) or {"name": name, "error": "it has no socket"} for name in SINGLE
-    )
+    lock, gateway, pool = (named.get(name) or {"name": name, "error": NO_SOCKET} for name in SINGLE)
     # With a lock over TCP there is no gateway, and without a pool file no pool. Whether there is
     # to be one says the lock server, or a socket that is there.
     has_gateway = lock.get("service") or os.path.exists(gateway_socket(str(directory)))

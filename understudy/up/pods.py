@@ -26,8 +26,9 @@ from plumbing.pod.paths import engine_states, pool_state, up_guard
 from plumbing.service.clock import SystemClock
 from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import PoolFile, read_pool_file
+from understudy.drill.clients import Target, inside_target
 from understudy.drill.killer import Say, service_of, wait_for, whole_of
-from understudy.http_get import get
+from understudy.drill.prompts import model_name
 from understudy.pod.ports import (
     FLEET_APART,
     GATEWAY_PORT,
@@ -47,7 +48,6 @@ from understudy.pod.table import (
     LocalPod,
     PoolModels,
     program,
-    reachable,
 )
 from understudy.status.gather import gather, part_of, pids_of, pod_parts, status_of
 from understudy.status.view import awaited, is_open, is_reachable
@@ -83,7 +83,6 @@ NO_MODEL = "no --model: serving a small random one, whose answers are gibberish"
 async def prepare_local(pod: LocalPod, directory: Path, say: Say) -> PreparedPod:
     """Prepare the standard pod, with a random model unless it has one. A model of the Hub is
     downloaded once everything else is known to be right."""
-    await refuse_second_pod(directory)
     check_ports(pod.ports, pod.host, pod.http_host)
     pod = replace(pod, directory=directory)
     if pod.hub_id is not None:
@@ -119,7 +118,6 @@ async def prepare_pool(
         engines=tuple(range(first, first + len(models.engines))),
     )
     pod = replace(pod, ports=ports, host=pod.host if "host" in given else host)
-    await refuse_second_pod(directory)
     check_ports(pod.ports, pod.host, pod.http_host)
     await _fill_cache(file, say)
     pod = replace(pod, directory=directory, memory=_memory(file, pod.memory), pool=models)
@@ -145,7 +143,6 @@ async def prepare_fleet(
 ) -> PreparedPod:
     """Prepare pods with these flags of `understudy up`, and a front with the ports of `front`. They
     have one random model: two would have two names, and no stream could move."""
-    await refuse_second_pod(directory)
     check_port(front.ports.service, front.host)
     check_port(front.ports.gateway, front.http_host)
     if front.hub_id is not None:  # once, not in each pod
@@ -191,6 +188,7 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
         UnderstudyError: `pod.already_running`, and what the start of the pod raises.
     """
     with contextlib.closing(await claim(directory)):
+        await refuse_second_pod(directory)
         pod = await prepare(directory, say)
         forget_last_pod(directory)
 
@@ -276,8 +274,6 @@ def forget_last_pod(directory: Path) -> None:
 
 SAID_EVERY_S = 10.0
 ALONE_AFTER_S = 10.0  # a pod that serves is announced without a standby then
-MODELS_TIMEOUT_S = 5.0
-
 FAREWELL_POLL_S = 0.1  # until the engines know that they are to exit, and count what is left
 
 clock = SystemClock()
@@ -289,34 +285,37 @@ async def say_welcome(directory: Path, containers: Sequence[Container], say: Say
 
     async def look() -> list[str] | str:
         view = await gather(directory)
-        address = service_of(view["lockserver"])  # "" while the lock server does not say it
-        url = address and f"http://{reached(address)}"
+        address = service_of(view["lockserver"])
+        target = inside_target(address) if address else None  # while the lock server does not say
         missing = "; ".join(view["problems"]) or "no standby is queued"
         if has_pool:  # no engine needs to be active: a request raises its model
             pool = view["pool"] or {}
             models = [str(each["model"]) for each in pool.get("models", ())]
-            if not (url and models and pool.get("gateways") and is_open(view["gateway"])):
+            if not (target and models and pool.get("gateways") and is_open(view["gateway"])):
                 return missing
             who = f"Models: {', '.join(models)}. A request wakes its model."
-            return _lines(who, url, models[-1], directory, "pool status", "pool explain")
+            return _lines(who, target, models[-1], directory, "pool status", "pool explain")
         whole = whole_of(view)
         is_time = whole is not None or clock.now_ms() - began_ms > ALONE_AFTER_S * 1000
-        if not (url and view["active"] and is_open(view["gateway"]) and is_time):
+        if not (target and view["active"] and is_open(view["gateway"]) and is_time):
             return missing
-        answer = await get(f"{url}/v1/models", MODELS_TIMEOUT_S)
-        model = (answer.json().get("data") or [{}])[0].get("id", "?")
         standby = (
             f"{', '.join(whole.standbys)} is in standby" if whole else f"NO standby ({missing})"
         )
         who = f"{view['active']} is active, {standby}."
-        return _lines(who, url, model, directory, "status", "drill --attach")
+        try:
+            model = await model_name(target)
+        except UnderstudyError as error:  # it has ended since
+            return error.message
+        return _lines(who, target, model, directory, "status", "drill --attach")
 
     lines = await wait_for(look, math.inf, "pod.not_serving", "the pod serves", say, POLL_S)
     for line in ("", *lines, *_page(containers), ""):
         say(line)
 
 
-def _lines(who: str, url: str, model: str, directory: Path, *commands: str) -> list[str]:
+def _lines(who: str, target: Target, model: str, directory: Path, *commands: str) -> list[str]:
+    url = f"http://{target.host}:{target.port}"
     body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 16})
     command = " ".join(program("understudy"))
     return [
@@ -329,8 +328,7 @@ def _lines(who: str, url: str, model: str, directory: Path, *commands: str) -> l
 async def say_fleet(directory: Path, pod: PreparedPod, say: Say) -> None:
     """Say where to send requests: the front has heard a pod, and each pod has served. Its address
     is the last one, after those of the pods' pages."""
-    url = f"http://{reached(service_of(await status_of(part_of(directory, 'gateway'))))}"
-    model = (await get(f"{url}/v1/models", MODELS_TIMEOUT_S)).json()["data"][0]["id"]
+    target = inside_target(service_of(await status_of(part_of(directory, "gateway"))))
     who = f"{pod.title} are up; each pod has its directory in {directory}."
     probes = ((each.name, each.startup) for each in pod.containers if each.is_engine)
     gateways = [(name, urlsplit(probe.url)) for name, probe in probes if probe is not None]
@@ -338,7 +336,8 @@ async def say_fleet(directory: Path, pod: PreparedPod, say: Say) -> None:
         f"  {name}: http://{each.hostname}:{(each.port or 0) - GATEWAY_PORT + UI_PORT}/"
         for name, each in gateways
     ]
-    for line in ("", *pages, *_lines(who, url, model, directory, "status"), ""):
+    lines = _lines(who, target, await model_name(target), directory, "status")
+    for line in ("", *pages, *lines, ""):
         say(line)
 
 
@@ -346,12 +345,6 @@ def _page(containers: Sequence[Container]) -> list[str]:
     """The address of the page, where there is one."""
     probes = [each.startup for each in containers if each.name == UI]
     return [f"  http://{urlsplit(each.url).netloc}/" for each in probes if each is not None]
-
-
-def reached(address: str) -> str:
-    """Where to reach what listens at `address` on this machine."""
-    host, _, port = address.rpartition(":")
-    return f"{reachable(host.strip('[]'))}:{port}"
 
 
 async def say_farewell(directory: Path, say: Say) -> None:
