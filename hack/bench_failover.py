@@ -58,12 +58,12 @@ async def measure(rounds: int, kills: int, base: Path) -> rig.Figures:
     for number in range(rounds):
         rig.say(f"round {number + 1} of {rounds}")
         report = await drilled(base / f"pod-{number}", model, kills, idle)
-        took_ms += report.failovers_ms
+        took_ms += report.evidence.failovers_ms
         problems += [f"round {number + 1}: {each}" for each in report.problems]
         for name, found in report["phases_ms"].items():
             phases[name] += [] if found["p50"] is None else [found["p50"]]
-        if report.failovers_ms:
-            medians_ms.append(round(statistics.median(report.failovers_ms), 2))
+        if report.evidence.failovers_ms:
+            medians_ms.append(round(statistics.median(report.evidence.failovers_ms), 2))
     figures = {
         "kills": len(took_ms),
         "failover_ms": rig.spread(took_ms) if took_ms else None,

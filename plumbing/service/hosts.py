@@ -50,25 +50,17 @@ class KnownHosts:
         """`allowed` are names beside those that no other host can have."""
         self._allowed = {_plain(each) for each in (*allowed, socket.gethostname())}
 
-    def has(self, authority: str | None) -> bool:
-        """Whether the `Host` of a request is an address, a private name or an allowed one.
-
-        Without a `Host` (HTTP/1.0) it is no browser's.
-        """
-        if authority is None:
-            return True
-        if not (found := _AUTHORITY.fullmatch(authority)):
-            return False
-        name = _plain(found[1])
+    def refusal(self, authority: str | None) -> UnderstudyError | None:
+        """The error for a request whose `Host` is neither an address, a private name nor an allowed
+        one: `service.unknown_host`. Without a `Host` (HTTP/1.0) it is no browser's."""
+        found = _AUTHORITY.fullmatch(authority or "")
+        name = _plain(found[1] if found else "")
         # The last label of a public name is never a number (127.0.0.1, and 127.1 of curl), and a
         # single label is resolved on this machine or in its own domain.
         is_address = name.startswith("[") or name.rpartition(".")[2].isdigit()
         is_private = "." not in name or name.endswith(PRIVATE_DOMAINS)
-        return is_address or is_private or name in self._allowed
-
-    def refusal(self, authority: str | None) -> UnderstudyError | None:
-        """The error for a request to `authority`, if that is not known: `service.unknown_host`."""
-        if self.has(authority):
+        is_known = is_address or is_private or name in self._allowed
+        if authority is None or (found and is_known):
             return None
         message = (
             f"{authority!r} is not known to be a name of this server; use its address, or start it"

@@ -15,7 +15,7 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.clock import rfc3339
 from plumbing.service.files import write_atomic
-from understudy.drill.outcomes import first_answers, outcome_of, phases_of, spread
+from understudy.drill.outcomes import phases_of, spread
 from understudy.drill.records import Outcome, Records
 from understudy.drill.targets import FRONT
 from understudy.drill.verdict import DrillReport
@@ -29,18 +29,16 @@ DOTS_MAX = 5000  # of good answers: more than a chart has room for; some 150 KiB
 def page_data(report: DrillReport) -> dict[str, Any]:
     """The whole document. The kills of a plain pod's engines have phases, all others a time until
     the victim was back."""
-    records = report.records
-    exchanges = sorted(records.exchanges, key=lambda each: each.sent_ms)
+    records = report.evidence.records
+    found = sorted(report.evidence.outcomes, key=lambda pair: pair[0].sent_ms)
     starts_ms = [kill.killed_ms for kill in records.kills]
-    starts_ms += [each.sent_ms for each in exchanges[:1]]
+    starts_ms += [each.sent_ms for each, _ in found[:1]]
     began_ms = min(starts_ms, default=0.0)
-    kills = [] if records.models else records.engine_kills
+    failovers = [] if records.models else report.evidence.failovers
     others = [kill for kill in records.kills if kill.engine is None or kill.model or kill.pod]
     # Every failed request, and an even choice of the others.
-    found = [(each, outcome_of(each, records)) for each in exchanges]
-    step = -(-len(exchanges) // DOTS_MAX) or 1
+    step = -(-len(found) // DOTS_MAX) or 1
     kept = [it for at, it in enumerate(found) if it[1] is not Outcome.OK or at % step == 0]
-    pairs = zip(kills, first_answers(kills, exchanges), strict=True)
     return {
         "made_at": rfc3339(datetime.now(UTC)),
         "passed": report.passed,
@@ -57,7 +55,7 @@ def page_data(report: DrillReport) -> dict[str, Any]:
                 "failover_ms": _since(kill.killed_ms, first.first_token_ms if first else None),
                 "phases_ms": {name: _round(ms) for name, ms in phases_of(kill, first).items()},
             }
-            for number, (kill, first) in enumerate(pairs, 1)
+            for number, (kill, first) in enumerate(failovers, 1)
         ],
         "part_kills": [
             {
@@ -76,8 +74,8 @@ def page_data(report: DrillReport) -> dict[str, Any]:
         ],
         "ended_ms": _since(began_ms, records.began_ms + 1000 * records.lasted_s),
         "requests": {
-            "total": len(exchanges),
-            "left_out": len(exchanges) - len(kept),
+            "total": len(found),
+            "left_out": len(found) - len(kept),
             # Each is `[sent, first token after, outcome, grant]`.
             "dots": [
                 [

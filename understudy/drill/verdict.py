@@ -242,16 +242,15 @@ def _left_undone(evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 @dataclass(slots=True)
 class DrillReport:
-    """What a drill found: the values of its JSON document, by key, and the failover times.
+    """What a drill found: the values of its JSON document, by key.
 
-    `records`: what it is about. `faults`: the counts that must be zero; `problems`: why it did not
+    `evidence`: what it is about. `faults`: the counts that must be zero; `problems`: why it did not
     pass, as sentences.
     `lost_in_flight` includes `broken_streams`, and `wrong_tokens` the answers with doubled ones.
     """
 
-    records: Records
+    evidence: Evidence
     values: dict[str, Any]
-    failovers_ms: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
     is_interrupted: bool = False
@@ -293,7 +292,7 @@ def judge(records: Records, kills_wanted: int, backend: str | None = None) -> Dr
         make = _pool_values if evidence.is_pool else _values
         values |= make(evidence, pause_ms)
     problems = [sentence for _, sentence in problems_of(evidence, counts)]
-    return DrillReport(records, values, evidence.failovers_ms, problems, faults)
+    return DrillReport(evidence, values, problems, faults)
 
 
 def _values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
@@ -438,6 +437,6 @@ def _words(name: str) -> str:
 
 def _title(report: DrillReport) -> str:
     found = report.values
-    mode: str = report.records.mode
+    mode: str = report.evidence.records.mode
     what = {IN_POOL: "a pool of models", IN_FLEET: f"a fleet of {found.get('pods')} pods"}
     return f"drill of {what.get(mode, 'a pod')}, {found['backend']} backend,"

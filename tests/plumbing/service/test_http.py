@@ -179,9 +179,9 @@ def test_names_given_by_an_option_and_the_machines_own_are_answered(monkeypatch)
         "node-7.cluster.example.org",
         None,
     ):
-        assert known.has(host)  # None: a request without Host is no browser's
+        assert known.refusal(host) is None  # None: a request without Host is no browser's
     for host in ("other.example.com", "", "a b", "a:b", "a.example/", "1.2.3.4.attacker.example"):
-        assert not known.has(host)
+        assert known.refusal(host)
 
 
 # ---------------------------------------------------------------------- what is odd

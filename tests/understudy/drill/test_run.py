@@ -40,7 +40,7 @@ async def test_drill_of_an_honest_pod_passes_with_every_phase_measured(directory
     assert report["killed"] == {"backend-model": 2, "core": 2}
     assert report["requests"] > 8
     assert all(spread["max"] is not None for spread in report["phases_ms"].values())
-    assert len(report.failovers_ms) == 4
+    assert len(report.evidence.failovers_ms) == 4
 
 
 @pytest.mark.parametrize(
