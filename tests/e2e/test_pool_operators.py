@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import signal
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from pool.messages import CATALOGUE, SetMsg
 from tests.browser import Tab, needs_chromium, tab
 from tests.e2e.pools import RunningPool, running_pool
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
-from tests.helpers import until
+from tests.helpers import http_get, until
 from tests.understudy.test_ui import page_of
 from understudy.pod.ports import Ports
 from understudy.status.gather import gather
@@ -96,7 +95,6 @@ async def cards(page: Tab) -> dict[str, str]:
 
 def value(port: int, line: str) -> float:
     """Of `/metrics` now."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        page = answer.read().decode()
-    (found,) = [each for each in page.splitlines() if each.startswith(f"{line} ")]
+    page = http_get(port, "/metrics")[1].splitlines()
+    (found,) = [each for each in page if each.startswith(f"{line} ")]
     return float(found.rpartition(" ")[2])

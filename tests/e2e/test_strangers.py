@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from plumbing.service.http import CONNECTIONS_MAX
 from tests.e2e.pods import Pod, PodHome, in_pod
 from tests.e2e.test_inspection import understudy
-from tests.helpers import until
+from tests.helpers import http_get, until
 
 SHOWN = "odd-\\udcff"
 
@@ -32,11 +31,6 @@ def home(model: Path) -> Iterator[PodHome]:
             yield found
 
 
-def fetch(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=30) as answer:
-        return str(answer.read().decode())
-
-
 def problems_with_strangers(port: int) -> str:
     """What /status says of problems while idle connections hold the port; /live must answer."""
     with contextlib.ExitStack() as stack:
@@ -45,8 +39,8 @@ def problems_with_strangers(port: int) -> str:
 
         def named() -> str:
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            assert json.loads(fetch(port, "live"))["ok"]
-            document = json.loads(fetch(port, "status"))
+            assert json.loads(http_get(port, "/live")[1])["ok"]
+            document = json.loads(http_get(port, "/status")[1])
             return str(document.get("problem") or document.get("problems") or "")
 
         return until(named, "the problem in the status")

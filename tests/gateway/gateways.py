@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 import zlib
 from contextlib import AsyncExitStack
 from typing import Any
@@ -22,12 +20,11 @@ from plumbing.pod.paths import engine_http_socket, gateway_socket, lockserver_so
 from plumbing.service import procfs
 from plumbing.service.init import FIRST_START_ENV
 from tests.gateway.stub_engine import StubEngine
-from tests.helpers import auntil, free_port, run_command, until
+from tests.helpers import auntil, free_port, http_get, run_command, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
 from understudy.pod.table import REPLACING_INIT
 
-READ_S = 60.0
 HOLD_MS = 600_000
 FINAL = {FIRST_START_ENV: "final"}  # an exit before it is ready ends its init, too
 
@@ -101,14 +98,8 @@ class GatewayProcess:
 
     def get(self, path: str) -> tuple[int, Any]:
         """The status and the JSON of an answer of its HTTP port; the text of `/metrics`."""
-        url = f"http://127.0.0.1:{self.http_port}/{path}"
-        try:
-            with urllib.request.urlopen(url, timeout=READ_S) as reply:
-                code, body = reply.status, reply.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                code, body = error.code, error.read()
-        return code, body.decode() if path == "metrics" else json.loads(body)
+        code, body = http_get(self.http_port, f"/{path}")
+        return code, body if path == "metrics" else json.loads(body)
 
     def metric(self, line: str) -> float:
         text = self.get("metrics")[1]
