@@ -168,6 +168,8 @@ class Connection:
 
     def _flush(self) -> None:
         """Send until the socket is full, then let the loop call again."""
+        if self.is_closed:
+            return
         try:
             while self._queue:
                 head = self._queue[0]
@@ -179,7 +181,12 @@ class Connection:
                 if not head.data:
                     self._queue.popleft()
         except BlockingIOError as error:
-            self._wait_writable(is_kernel_busy=error.errno != errno.EAGAIN)
+            if error.errno != errno.EAGAIN:  # the socket has room, the kernel has not
+                self._stop_writing()
+                self._loop.call_later(RETRY_S, self._flush)
+            elif not self._is_writing:
+                self._is_writing = True
+                self._loop.add_writer(self._sock.fileno(), self._flush)
             return
         except OSError:  # read on until the end of the stream: the peer may have sent the reason
             self._drop_queue()
@@ -192,20 +199,6 @@ class Connection:
             close_all(outgoing.fds)
         self._queue.clear()
         self._queued_bytes = 0
-
-    def _wait_writable(self, *, is_kernel_busy: bool) -> None:
-        if is_kernel_busy:  # the socket is writable, the kernel is not: retry later
-            self._stop_writing()
-            self._is_writing = True
-            self._loop.call_later(RETRY_S, self._retry)
-        elif not self._is_writing:
-            self._is_writing = True
-            self._loop.add_writer(self._sock.fileno(), self._flush)
-
-    def _retry(self) -> None:
-        if not self.is_closed:
-            self._is_writing = False
-            self._flush()
 
     def _stop_writing(self) -> None:
         if self._is_writing:

@@ -140,15 +140,13 @@ def pool_targets(backend: str | None, *, has_shadow: bool) -> tuple[str, ...]:
     return tuple(each for each in found if each)
 
 
-def kill_order(
-    targets: Sequence[str], states: Sequence[ModelState] = STATES
-) -> Iterator[tuple[str, ModelState]]:
+def kill_order(targets: Sequence[str]) -> Iterator[tuple[str, ModelState]]:
     """Pairs of a target and a state, without end; no pair comes twice before all have come. The
     first round pairs each target with another state, and each further round shifts the pairs by
     one. A model that is cold has nothing but supervisors."""
     for shift in itertools.count():
         for number, target in enumerate(targets):
-            state = states[(number + shift) % len(states)]
+            state = STATES[(number + shift) % len(STATES)]
             is_backend = target not in ALL_PARTS and process_of(target) != SUPERVISOR
             if not (is_backend and state is ModelState.COLD):
                 yield target, state
