@@ -136,7 +136,9 @@ async def test_streams_of_two_models_go_on_when_a_pod_with_both_is_killed(tmp_pa
         expected = {each.key: await send(target, each) for each in prompts}
         clients = [
             asyncio.create_task(
-                stream_without_pause(target, [each], 0, answers.append, stopping, None, WAIT_S)
+                stream_without_pause(
+                    target, [each], 0, answers.append, stopping, silence_max_s=WAIT_S
+                )
             )
             for each in prompts * 2
         ]

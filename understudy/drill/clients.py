@@ -12,9 +12,10 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -155,15 +156,13 @@ async def stream_without_pause(
     start: int,
     done: Callable[[Exchange], None],
     stopping: asyncio.Event,
-    rest: Callable[[int], Awaitable[None]] | None = None,
+    most: float = math.inf,
     silence_max_s: float = SILENCE_MAX_S,
 ) -> None:
-    """One client: sends the prompts in turn, from number `start`, until `stopping` is set. `rest`
-    is awaited after each, with how many were sent."""
+    """One client: sends the prompts in turn, from number `start`, at most so many, until `stopping`
+    is set."""
     for sent in itertools.count():
-        if sent and rest is not None:
-            await rest(sent)
-        if stopping.is_set():
+        if sent >= most or stopping.is_set():
             return
         exchange = await send(target, prompts[(start + sent) % len(prompts)], silence_max_s)
         done(exchange)

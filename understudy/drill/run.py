@@ -242,21 +242,30 @@ class Drill:
     def _clients(
         self, target: Target, stopping: asyncio.Event
     ) -> Iterable[Coroutine[Any, Any, None]]:
-        done = self.records.exchanges.append
         if not self._models:
+            done = self.records.exchanges.append
             for number in range(self.plan.clients):
                 yield stream_without_pause(target, self.prompts, number, done, stopping)
             return
-        count = max(CLIENTS_MIN, -(-self.plan.clients // len(self._models)))
         for order, model in enumerate(self._models):
-            prompts = [each for each in self.prompts if each.body["model"] == model]
-            together = asyncio.Barrier(count)
-            rest = partial(_rest, BURST if order else FIRST_BURST, together, stopping)
-            for number in range(count):
-                start = number * len(prompts) // count
-                yield stream_without_pause(target, prompts, start, done, stopping, rest, SILENCE_S)
-            yield _release(together, stopping)
+            yield self._bursts(target, model, BURST if order else FIRST_BURST, stopping)
         yield self._note_bounds(stopping)
+
+    async def _bursts(
+        self, target: Target, model: str, burst: int, stopping: asyncio.Event
+    ) -> None:
+        """The clients of a model: each sends a burst of requests, and all pause together."""
+        prompts = [each for each in self.prompts if each.body["model"] == model]
+        count = max(CLIENTS_MIN, -(-self.plan.clients // len(self._models)))
+        done = self.records.exchanges.append
+        for sent in itertools.count(step=burst):
+            starts = (sent + number * len(prompts) // count for number in range(count))
+            how = (done, stopping, burst, SILENCE_S)
+            streams = (stream_without_pause(target, prompts, start, *how) for start in starts)
+            await asyncio.gather(*streams)
+            if stopping.is_set():
+                return
+            await pause(stopping, PAUSE_S)
 
     async def _note_bounds(self, stopping: asyncio.Event) -> None:
         """Note the bounds that the pool states, while it answers."""
@@ -487,17 +496,3 @@ class Drill:
         path = engine_socket(str(self.directory), engine)
         pid, document = await said_by(PodPart(engine, path, engine_messages.CONTROL))
         return pid, document.get("engine") or {}
-
-
-async def _rest(burst: int, together: asyncio.Barrier, stopping: asyncio.Event, sent: int) -> None:
-    """All clients of a model pause together after each burst."""
-    if sent % burst == 0 and not stopping.is_set():
-        with contextlib.suppress(asyncio.BrokenBarrierError):
-            await together.wait()
-        await pause(stopping, PAUSE_S)
-
-
-async def _release(together: asyncio.Barrier, stopping: asyncio.Event) -> None:
-    """Release the clients that wait for one another when the drill ends."""
-    await stopping.wait()
-    await together.abort()
