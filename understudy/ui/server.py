@@ -89,12 +89,15 @@ class Hub:
                 async with asyncio.timeout(POLL_S), self._heard:
                     await self._heard.wait_for(lambda: self._count > since)
             await asyncio.sleep(SETTLE_S)
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
         async with self._asking:  # one page asks the parts, and the others get what it has found
-            now_s = asyncio.get_running_loop().time()
             found_s, count, found = self._found
-            if count != self._count or now_s - found_s > POLL_S:
-                count, found = self._count, await self._look()
-                self._found = (now_s, count, found)
+            is_old = count != self._count or asked_s - found_s > POLL_S
+            if is_old and found_s < asked_s:
+                found_s, count = loop.time(), self._count
+                found = await self._look()
+                self._found = (found_s, count, found)
         events = [record for number, record in self._events if number > (since or 0)]
         return {**found, "events": events, "next": self._count}
 
