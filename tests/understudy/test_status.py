@@ -53,13 +53,17 @@ def memory(state: str = "committed", **more: Any) -> dict[str, Any]:
         "capacity_bytes": 4 * GIB,
         "sessions": [],
         "waiting": [],
+        "unowned": [],
         **more,
     }
 
 
+LOAD = {"in_flight": 12, "parked": 2, "parked_oldest_ms": 1200.0, "replaying": 1}
+LATE = {**LOAD, "parked_oldest_ms": 30_000}
+
+
 def gateway(**differences: Any) -> dict[str, Any]:
-    load = {"in_flight": 12, "parked": 2, "parked_oldest_ms": 1200.0, "replaying": 1}
-    return {"schema": 1, "accepting": True, "load": load, "pid": 77, **differences}
+    return {"schema": 1, "accepting": True, "load": LOAD, "pid": 77, **differences}
 
 
 def gone(name: str) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def test_pod_view_state_follows_from_the_parts(lock, gms, engines, state):
         (gone("gateway"), BEHIND, "down"),
         (gateway(accepting=False), BEHIND, "down"),
         (gateway(accepting=False, problems=["no descriptors"]), BEHIND, "down"),
-        (gateway(load={"parked_oldest_ms": 25_000}), BEHIND, "degraded"),
+        (gateway(load=LATE), BEHIND, "degraded"),
     ],
 )
 def test_pod_that_answers_no_request_is_not_healthy(found, lock, state):
@@ -146,7 +150,7 @@ def test_sleeping_engine_is_no_fault_if_a_request_wakes_it(wake, goal, state):
     assert view["failover_ready"]
 
 
-@pytest.mark.parametrize("found", [None, {"accepting": False, "load": {"in_flight": 2}}])
+@pytest.mark.parametrize("found", [None, {"accepting": False, "load": {**LOAD, "in_flight": 2}}])
 @pytest.mark.parametrize(
     ("engines", "stopping"),
     [
@@ -174,7 +178,7 @@ SHADOWED = [
     {"engine": "chat-1", "shadow": True, "state": "init", "goal": "warm"},
 ]
 ENGINES = [engine("chat-0", "active"), engine("coder-0", "resting")]
-OPEN = gateway(load={}, problems=[])
+OPEN = gateway(load=dict.fromkeys(LOAD, 0), problems=[])
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ OPEN = gateway(load={}, problems=[])
     [
         (pool(), OPEN, "healthy"),
         (pool(model("chat", "cold"), model("coder", "warm")), OPEN, "healthy"),
-        (pool(), gateway(load={"parked": 1, "parked_oldest_ms": 30_000}), "healthy"),
+        (pool(), gateway(load=LATE), "healthy"),
         (pool(), gateway(accepting=False), "down"),
         (gone("pool"), OPEN, "degraded"),
         (pool(problems=["no gateway is connected"]), OPEN, "degraded"),

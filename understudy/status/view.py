@@ -95,7 +95,7 @@ def awaited(view: Document) -> tuple[int, float]:
     engines, gateway = view["engines"], view["gateway"]
     most_ms = max((float(_stop(engine).get("drain_ms") or 0) for engine in engines), default=0.0)
     if gateway is not None and "error" not in gateway:
-        return int(load_of(gateway).get("in_flight") or 0), most_ms
+        return int(gateway["load"]["in_flight"]), most_ms
     return sum(int(engine.get("inflight") or 0) for engine in engines), most_ms
 
 
@@ -288,19 +288,19 @@ def gateway_lines(gateway: Document | None, *, has_pool: bool) -> list[str]:
         return []
     if "error" in gateway:
         return ["gateway down"]
-    found, rest, lines = load_of(gateway), _rest_of(gateway), []
+    found, rest, lines = gateway["load"], _rest_of(gateway), []
     if rest and not has_pool:
         by = f"   requested by {rest['goal_by']}" if rest.get("goal_by") else ""
         how = "run `understudy wake`" if _waits_for_operator(gateway) else "a request wakes it"
         lines = [f"rest   for {duration(rest.get('for_ms') or 0)}{by}   {how}"]
-    oldest_ms = found.get("parked_oldest_ms")
-    oldest = f" (oldest {duration(oldest_ms)})" if found.get("parked") and oldest_ms else ""
+    oldest_ms = found["parked_oldest_ms"]
+    oldest = f" (oldest {duration(oldest_ms)})" if found["parked"] and oldest_ms else ""
     restarts = gateway.get("restarts")
     return [
         *lines,
         f"gateway {'accepting' if is_open(gateway) else 'not accepting'}   "
-        f"{found.get('in_flight', 0)} in flight   {found.get('parked', 0)} parked{oldest}   "
-        f"{found.get('replaying', 0)} replaying   "
+        f"{found['in_flight']} in flight   {found['parked']} parked{oldest}   "
+        f"{found['replaying']} replaying   "
         f"{f'restarts {restarts}   ' if restarts else ''}pid {gateway.get('pid', '-')}",
     ]
 
@@ -318,7 +318,7 @@ def gateway_faults(
         faults.append("the gateway does not accept connections")
     if _waits_for_operator(gateway):
         faults.append("the active engine sleeps, and no request wakes it: run `understudy wake`")
-    oldest_ms = load_of(gateway).get("parked_oldest_ms") or 0
+    oldest_ms = gateway["load"]["parked_oldest_ms"]
     if oldest_ms > PARKED_LONG_MS and not has_pool:
         faults.append(f"a request has been parked for {duration(oldest_ms)}")
     return faults
@@ -356,11 +356,6 @@ def front_lines(view: Document, events: Sequence[Mapping[str, Any]] | None) -> l
         return [*out, *watch_lines(events)]
     last = front["last_event"]
     return [*out, f"last   {since(last['ts'], now)} ago   {last['message']}"] if last else out
-
-
-def load_of(gateway: Document) -> dict[str, Any]:
-    """The counts of requests that the gateway has now."""
-    return dict(gateway.get("load") or {})
 
 
 # --- the pool: what is amiss is what it says of its models, not how many engines there are
@@ -463,7 +458,7 @@ def memory_faults(device: Document, engines: Engines) -> list[str]:
     name, state = device.get("device_uuid"), device.get("state")
     faults = []
     if state == "recovering":
-        holders = _holders(_unowned(device), device, engines)
+        holders = _holders(device["unowned"], device, engines)
         faults.append(f"memory of {name} is recovering: mapped by {holders}")
     elif device.get("superseded_bytes") and not device.get("committed_bytes"):
         loader = "an engine is loading" if state == "staging" else "the next relaunch loads"
@@ -495,9 +490,9 @@ def memory_lines(device: Document, now: datetime, engines: Engines) -> list[str]
         lines.append(
             f"       superseded {size(device['superseded_bytes'])}, mapped by {_readers(device)}"
         )
-    releasing = [each for each in _unowned(device) if each.get("phase") == "releasing"]
+    releasing = [each for each in device["unowned"] if each["phase"] == "releasing"]
     if releasing:
-        total_bytes = sum(each.get("size_bytes") or 0 for each in releasing)
+        total_bytes = sum(each["size_bytes"] or 0 for each in releasing)
         lines.append(
             f"       releasing {size(total_bytes)}, mapped by"
             f" {_holders(releasing, device, engines)}"
@@ -527,10 +522,6 @@ def _readers(device: Document) -> str:
         if each.get("mode") == "ro" and each.get("epoch") not in (None, device.get("epoch"))
     )
     return ", ".join(names) or "unknown engines"
-
-
-def _unowned(device: Document) -> Sequence[Document]:
-    return device.get("unowned") or ()
 
 
 def _holders(epochs: Iterable[Document], device: Document, engines: Engines) -> str:

@@ -90,7 +90,7 @@ class FakePod:
 
     def document(self, name: str) -> dict[str, Any]:
         if name == "gateway":
-            return {"schema": 1, "accepting": True, "pid": 1}
+            return {"accepting": True, "load": {"parked_oldest_ms": 0.0}}
         if name != "lockserver":
             about = {"id": name, "role": "auto", "state": self.states[name], "pid": 1}
             return {"schema": 1, "engine": about, "inflight": 0}

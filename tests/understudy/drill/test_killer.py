@@ -187,7 +187,7 @@ async def test_part_is_killed_with_all_its_processes_and_awaited_until_another_a
 
 def device(state: str = "committed", epoch: str = "e") -> dict:
     about = {"device_uuid": "HOST-0", "tag": "weights", "pid": 2, "state": state}
-    return {**about, "epoch": epoch}
+    return {**about, "epoch": epoch, "unowned": []}
 
 
 class Answers(Handler):
