@@ -156,7 +156,9 @@ def _security(config: Resolved) -> Security | None:
             "--service lends a listening socket to engines on this host, which is impossible for"
             " engines on other hosts (--listen); give those engines --service-address instead",
         )
-    return settle(config["listen"], config["tls_cert"], config["tls_key"], config["tls_ca"])
+    security = settle(config["listen"], config["tls_cert"], config["tls_key"], config["tls_ca"])
+    security.server_context()  # refuse unusable files now rather than later
+    return security
 
 
 @main.command()

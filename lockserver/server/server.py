@@ -183,7 +183,7 @@ class LockServer:
         self._tick()
         try:
             if self.tcp is not None and (where := self.settings.listen) is not None:
-                self.tcp.start(bind(where.host, where.port, "--listen", CONNECTIONS_MAX))
+                self.tcp.listen(bind(where.host, where.port, "--listen", CONNECTIONS_MAX))
         except BaseException:
             await self.close()
             raise

@@ -72,7 +72,7 @@ class BaseServer(abc.ABC):
     def _count_of(self, origin: str) -> int:
         return sum(each.peer.origin == origin for each in self.connections)
 
-    def _listen(self, sock: socket.socket) -> None:
+    def listen(self, sock: socket.socket) -> None:
         """Own `sock`, a listening socket, and start accepting."""
         self._sock = sock
         asyncio.get_running_loop().add_reader(sock.fileno(), self._acceptable)
@@ -253,7 +253,7 @@ class Server(BaseServer):
         try:
             sock = _bind(self.path, self._connections_max)
             self._bound = identity_of(self.path)
-            self._listen(sock)
+            self.listen(sock)
         except BaseException:
             self._guard.close()
             raise

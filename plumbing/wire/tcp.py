@@ -394,19 +394,6 @@ class TcpServer(BaseServer):
         self._handshakes_max = handshakes_max
         self._handshakes: dict[asyncio.Task[None], str] = {}
 
-    def start(self, sock: socket.socket) -> None:
-        """Own `sock`, which listens, and accept from it.
-
-        Raises:
-            UsageError: the security files cannot be used.
-        """
-        try:
-            self._security.server_context()
-        except UsageError:
-            sock.close()
-            raise
-        self._listen(sock)
-
     async def close(self) -> None:
         """Stop listening and close every connection."""
         if self._sock is None:

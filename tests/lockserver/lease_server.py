@@ -69,7 +69,7 @@ class LeaseServer(Grants):
         self.server = TcpServer(CATALOGUE, self, service="stub", security=security)
         sock = bind("127.0.0.1", port, "--listen", 10)
         self.port = sock.getsockname()[1]
-        self.server.start(sock)
+        self.server.listen(sock)
 
     @property
     def address(self) -> str:

@@ -100,6 +100,9 @@ async def test_engines_on_this_host_and_on_others_share_one_lock(server, pod_dir
         assert await local.granted() == 3
 
 
+NO_FILES = [f"--tls-{each}=/no/such/file" for each in ("cert", "key", "ca")]
+
+
 @pytest.mark.parametrize(
     ("code", "flags"),
     [
@@ -112,6 +115,7 @@ async def test_engines_on_this_host_and_on_others_share_one_lock(server, pod_dir
             "lock.service_over_tcp",
             ("--listen", "tcp://127.0.0.1:9402", "--service", "active=127.0.0.1:8000"),
         ),
+        ("wire.file", ("--listen", "tcp://127.0.0.1:0", *NO_FILES)),
         ("config.bad_value", ("--lease-ms", "5")),
     ],
 )

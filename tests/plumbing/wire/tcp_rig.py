@@ -39,7 +39,7 @@ async def serving(
     options |= {"service": "echo", "security": security}
     server = TcpServer(CATALOGUE, handler or EchoHandler(), **options)
     sock = bind("127.0.0.1", 0, "--listen", 10)
-    server.start(sock)
+    server.listen(sock)
     try:
         yield server, TcpAddress("127.0.0.1", sock.getsockname()[1])
     finally:

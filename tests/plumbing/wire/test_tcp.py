@@ -125,18 +125,6 @@ def test_tcp_half_open_connection_ends(loop: str):
 # ---------------------------------------------------------------------- the server
 
 
-async def test_tcp_server_that_cannot_start_says_why(tmp_path: Path):
-    """Goal: files that cannot be used are detected at the start, not by the first client; nothing
-    leaks."""
-    none = Security(*[str(tmp_path / "none")] * 3)
-    before = len(open_fds())
-    server = TcpServer(CATALOGUE, EchoHandler(), service="echo", security=none)
-    with pytest.raises(UnderstudyError) as caught:
-        server.start(bind("127.0.0.1", 0, "--listen", 10))
-    assert caught.value.code == "wire.file"
-    assert len(open_fds()) == before
-
-
 async def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
     """Goal: a server on [::] serves both, and shows IPv4 peers as such. Method: one of each."""
     authority = Authority(tmp_path)
@@ -147,7 +135,7 @@ async def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
         sock = bind("::", 0, "--listen", 10)
     except UnderstudyError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    server.start(sock)
+    server.listen(sock)
     for host in ("::1", "127.0.0.1"):
         address = TcpAddress(host, sock.getsockname()[1])
         conn = await connect_tcp(address, CATALOGUE, Client(), theirs)
