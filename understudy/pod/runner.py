@@ -25,7 +25,7 @@ from plumbing.service import init
 from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.process import parent_environment
 from plumbing.service.procfs import children, is_alive
-from plumbing.service.signals import SignalInbox
+from plumbing.service.signals import ENDING
 from plumbing.text import duration
 from understudy.http_get import HttpReply, get
 from understudy.pod.output import ContainerLog
@@ -291,48 +291,41 @@ async def run_pod(
     raises.
     """
 
+    loop, is_interrupted = asyncio.get_running_loop(), False
+    watching: asyncio.Future[None] = loop.create_future()
+
     async def start_and_run() -> T:
         await runner.start()
         return await body()
 
-    async def stop() -> None:
+    def signalled(number: int) -> None:
+        nonlocal is_interrupted, watching
+        name = signal.Signals(number).name
+        if is_interrupted or work.done():
+            runner.killed_by = number
+            if runner.pids():
+                say(f"{name}: killed the pod; requests that were running are cut")
+            runner.kill()
+            return
+        is_interrupted = True
+        ours = "stopping the pod; send it again to kill it"
+        # Without containers the pod is another program's.
+        say(f"{name}: {ours if runner.restarts() else 'stopping; the pod keeps running'}")
+        work.cancel()
+        if while_stopping is not None:
+            watching = asyncio.ensure_future(while_stopping())
+
+    work = asyncio.ensure_future(start_and_run())
+    for each in ENDING:
+        loop.add_signal_handler(each, signalled, each)
+    try:
+        await asyncio.wait({work})
+        return None if is_interrupted else work.result()
+    finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         await runner.stop()
-
-    inbox = SignalInbox()
-    work = asyncio.ensure_future(start_and_run())
-    interrupt = asyncio.ensure_future(inbox.get())
-    watching: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    try:
-        await asyncio.wait({work, interrupt}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        # Without containers the pod is another program's.
-        ours, others = (
-            "stopping the pod; send it again to kill it",
-            "stopping; the pod keeps running",
-        )
-        name = signal.Signals(interrupt.result()).name
-        say(f"{name}: {ours if runner.restarts() else others}")
-        if while_stopping is not None:
-            watching = asyncio.ensure_future(while_stopping())
-        return None
-    finally:
-        if interrupt.done():
-            interrupt = asyncio.ensure_future(inbox.get())
-        stopping = asyncio.ensure_future(stop())
-        await asyncio.wait({stopping, interrupt}, return_when=asyncio.FIRST_COMPLETED)
-        if not stopping.done():
-            runner.killed_by = interrupt.result()
-            if runner.pids():
-                name = signal.Signals(runner.killed_by).name
-                say(f"{name}: killed the pod; requests that were running are cut")
-            runner.kill()
-        interrupt.cancel()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        try:
-            await stopping
-        finally:
-            inbox.close()
+        for each in ENDING:
+            loop.remove_signal_handler(each)
