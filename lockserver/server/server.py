@@ -262,7 +262,7 @@ class LockServer:
         machine, settings, gateways, tcp = self.machine, self.settings, self.gateways, self.tcp
         here, waits = self.here, gateways.waits()
         problems = [machine.ledger.problem, self._wire.problem]
-        problems += [tcp.problem or tcp.security_problem] if tcp is not None else []
+        problems += [tcp.problem or tcp.security.problem] if tcp is not None else []
         problems += gateways.problem, self.http_problem()
         return built(
             **self.events.newest(),

@@ -390,7 +390,7 @@ class TcpServer(BaseServer):
         super().__init__(catalogue, handler, service)
         self.refused_count = 0
         self.last_refusal: str | None = None
-        self._security = security
+        self.security = security
         self._handshakes_max = handshakes_max
         self._handshakes: dict[asyncio.Task[None], str] = {}
 
@@ -404,12 +404,6 @@ class TcpServer(BaseServer):
             task.cancel()
         await asyncio.gather(*self._handshakes, return_exceptions=True)
         await self._close_connections()
-
-    @property
-    def security_problem(self) -> str | None:
-        """What is wrong with the security files on disk, while the older ones stay in use."""
-        self._security.server_context()
-        return self._security.problem
 
     def _accepted(self, sock: socket.socket, name: tuple[str, int]) -> None:
         host = name[0].removeprefix("::ffff:")  # an IPv4 address on a socket for both
@@ -427,7 +421,7 @@ class TcpServer(BaseServer):
     async def _handshake(self, sock: socket.socket, host: str, who: str) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-                secured = await _secured(sock, self._security.server_context())
+                secured = await _secured(sock, self.security.server_context())
             TcpConnection(secured, self._catalogue, self, _peer(secured, host, who))
         except OSError as error:  # includes TLS errors and the handshake's deadline
             self._refuse(who, reason_of(error))

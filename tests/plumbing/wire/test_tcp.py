@@ -184,7 +184,7 @@ async def test_tcp_renewed_certificates_are_used_by_new_connections(tmp_path: Pa
     async with serving(ours) as (server, address):
         conn = await connect_tcp(address, CATALOGUE, client, theirs)
         write_secret(ours.cert, b"nonsense")
-        assert "stay in use" in str(server.security_problem)
+        assert "stay in use" in str(server.security.problem)
         assert await answers(address, theirs)
         renewed = new.issue("lockserver")
         for path, source in (
@@ -193,7 +193,7 @@ async def test_tcp_renewed_certificates_are_used_by_new_connections(tmp_path: Pa
             (ours.ca, renewed.ca),
         ):
             write_secret(path, Path(source).read_bytes())
-        assert server.security_problem is None
+        assert server.security.problem is None
         assert await answers(address, new.issue("engine-1"))
         stale = Security(theirs.cert, theirs.key, renewed.ca)
         with pytest.raises(UnreachableError):
