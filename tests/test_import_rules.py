@@ -373,15 +373,15 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_205,
+    "plumbing": 6_170,
     "lockserver": 5_960,
     "gms": 8_480,
     "engine": 15_935,
     "gateway": 9_865,
     "pool": 6_760,
-    "understudy": 7_720,
+    "understudy": 7_675,
     "hack": 5_700,
-    "tests": 61_195,
+    "tests": 61_085,
 }
 
 
