@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from plumbing.pod.messages import EngineReportMsg as EngineReportMsg
 from plumbing.pod.messages import EventMsg as EventMsg
@@ -18,6 +18,7 @@ from plumbing.pod.messages import SetGoalMsg as SetGoalMsg
 from plumbing.pod.messages import StatusMsg as StatusMsg
 from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
 from plumbing.pod.messages import WatchMsg as WatchMsg
+from plumbing.service.clock import SystemClock
 from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
@@ -59,21 +60,21 @@ class WokenMsg(Message, frozen=True, tag="woken"):
     kv_note: Sentence = ""
 
 
+class ServeMsg(Message, frozen=True, tag="serve"):
+    """Start accepting on the listening socket, if the canary passes. The backend begins that as
+    soon as it is woken, while the supervisor looks at its processes. Answered by `canary`."""
+
+
 class RunCanaryMsg(Message, frozen=True, tag="run_canary"):
-    """Do one real inference and judge its outcome."""
+    """While serving: do one real inference and judge its outcome."""
 
 
 class CanaryMsg(Message, frozen=True, tag="canary"):
+    """`mono_ms` is CLOCK_MONOTONIC at the verdict."""
+
     ok: bool
     detail: Sentence = ""
-
-
-class ServeMsg(Message, frozen=True, tag="serve"):
-    """Start accepting on the listening socket."""
-
-
-class ServingMsg(Message, frozen=True, tag="serving"):
-    """The answer to `serve`."""
+    mono_ms: float = field(default_factory=SystemClock().now_ms)
 
 
 class HealthMsg(Message, frozen=True, tag="health"):
@@ -166,7 +167,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
 
 
 CHANNEL = Catalogue(
-    *(WakeMsg, WokenMsg, RunCanaryMsg, CanaryMsg, ServeMsg, ServingMsg),
+    *(WakeMsg, WokenMsg, ServeMsg, RunCanaryMsg, CanaryMsg),
     *(HealthMsg, HealthyMsg, DrainMsg, DrainedMsg, RestMsg, RestedMsg),
     *(PlaceWeightsMsg, WeightsPlacedMsg),
     PreparedMsg,

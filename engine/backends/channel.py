@@ -30,7 +30,9 @@ class BackendHandler(Protocol):
         """Take KV memory; keep a copy of the listening socket for `serve`."""
         ...
 
-    async def run_canary(self) -> msg.CanaryMsg: ...
+    async def run_canary(self) -> msg.CanaryMsg:
+        """Also after each wake, before anything else."""
+        ...
 
     async def serve(self) -> None: ...
 
@@ -56,6 +58,7 @@ class Channel(Handler):
     def __init__(self, sock: socket.socket) -> None:
         self.backend: BackendHandler | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._canary: asyncio.Task[msg.CanaryMsg] | None = None  # since it was woken
         self._conn = Connection(sock, msg.CHANNEL, self)
 
     def prepared(self, backend: BackendHandler, prepared: msg.PreparedMsg) -> None:
@@ -91,7 +94,7 @@ class Channel(Handler):
         fds: list[OwnedFd],
     ) -> None:
         try:
-            conn.send(await _handle(backend, message, fds), request_id)
+            conn.send(await self._handle(backend, message, fds), request_id)
         except UnderstudyError as error:
             conn.fault(error, request_id, close=False)
         except Exception as error:  # a shortage, or a bug: the supervisor would wait for its budget
@@ -103,32 +106,37 @@ class Channel(Handler):
         finally:
             close_all(fds)
 
+    async def _handle(
+        self, backend: BackendHandler, message: Message, fds: list[OwnedFd]
+    ) -> Message:
+        match message:
+            case msg.WakeMsg():
+                woken = await backend.wake(message.token, fds[0], era=message.era)
+                self._canary = asyncio.ensure_future(backend.run_canary())
+                return woken
+            case msg.ServeMsg() if self._canary is not None:
+                verdict = await self._canary
+                if verdict.ok:
+                    await backend.serve()
+                return verdict
+            case msg.RunCanaryMsg():
+                return await backend.run_canary()
+            case msg.DrainMsg():
+                await backend.drain(message.budget_ms / 1000, resume=message.resume)
+                return msg.DrainedMsg()
+            case msg.RestMsg():
+                return await backend.rest(message.budget_ms / 1000, keep_kv=message.keep_kv)
+            case msg.PlaceWeightsMsg():
+                budget_s = message.budget_ms / 1000
+                return await backend.place_weights(budget_s, is_away=message.is_away)
+        raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not a request to a backend")
+
 
 def is_private(listening: OwnedFd) -> bool:
     """Whether a gateway connects to this socket, and no client: see `WakeMsg`."""
     with socket.socket(fileno=os.dup(listening.fileno())) as sock:
         name = sock.getsockname()
     return isinstance(name, str) and name != ""
-
-
-async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd]) -> Message:
-    match message:
-        case msg.WakeMsg():
-            return await backend.wake(message.token, fds[0], era=message.era)
-        case msg.RunCanaryMsg():
-            return await backend.run_canary()
-        case msg.ServeMsg():
-            await backend.serve()
-            return msg.ServingMsg()
-        case msg.DrainMsg():
-            await backend.drain(message.budget_ms / 1000, resume=message.resume)
-            return msg.DrainedMsg()
-        case msg.RestMsg():
-            return await backend.rest(message.budget_ms / 1000, keep_kv=message.keep_kv)
-        case msg.PlaceWeightsMsg():
-            budget_s = message.budget_ms / 1000
-            return await backend.place_weights(budget_s, is_away=message.is_away)
-    raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not a request to a backend")
 
 
 POLL_S = 0.02

@@ -28,8 +28,7 @@ class WakingStep(StrEnum):
     """What a waking engine is waiting for."""
 
     WAKE = "wake"
-    CANARY = "canary"
-    SERVE = "serve"
+    CANARY = "canary"  # then it serves
 
 
 # ---------------------------------------------------------------- events
@@ -73,12 +72,8 @@ class Woken(EngineEvent, frozen=True):
     """The KV cache is mapped."""
 
 
-class CanaryPassed(EngineEvent, frozen=True):
-    """One real inference had the expected result."""
-
-
 class Serving(EngineEvent, frozen=True):
-    """The backend accepts connections."""
+    """One real inference had the expected result, and the backend accepts connections."""
 
 
 class Failed(EngineEvent, frozen=True):
@@ -175,7 +170,7 @@ class WeightsPlaced(EngineEvent, frozen=True):
 
 
 # What a backend may send at the wrong moment: its fault, not ours.
-FROM_BACKEND = (Prepared, Woken, CanaryPassed, Serving, Drained, Rested, WeightsPlaced)
+FROM_BACKEND = (Prepared, Woken, Serving, Drained, Rested, WeightsPlaced)
 
 
 class Reaped(EngineEvent, frozen=True):

@@ -193,13 +193,10 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
         State.RESTING, (Command.TELL_LOCK_SERVER,), when=must_rest, otherwise=GRANTED
     ),
     (State.WAKING, ev.Woken): replace(WOKEN, guard=lambda now: now.step is WakingStep.WAKE),
-    (State.WAKING, ev.CanaryPassed): replace(
-        WOKEN, guard=lambda now: now.step is WakingStep.CANARY
-    ),
     (State.WAKING, ev.Serving): Row(
         State.ACTIVE,
         then=lambda now: [Command.AWAIT_SUCCESSOR] if now.is_leaving else [],
-        guard=lambda now: now.step is WakingStep.SERVE,
+        guard=lambda now: now.step is WakingStep.CANARY,
     ),
     # Only the holder of the lock has something to hand over.
     (State.WAKING, ev.HandOver): Row(State.WAKING),
@@ -419,8 +416,6 @@ def _learn(now: Situation, event: EngineEvent) -> Situation:
             return replace(now, token=event.token)
         case ev.Woken():
             return replace(now, step=WakingStep.CANARY, is_away=False)
-        case ev.CanaryPassed():
-            return replace(now, step=WakingStep.SERVE)
         case ev.HandOver() if now.state is State.RESTING:
             return _handed_back(now)
         case ev.HandOver() if now.state in (State.DRAINING, State.RELEASING):

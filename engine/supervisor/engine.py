@@ -154,9 +154,8 @@ class Engine(EngineHub):
                 self.lock.await_successor()
             case Command.ASK if now.step is WakingStep.WAKE:
                 self._wake()
-            case Command.ASK if now.step is not None:
-                self.history.asked(now.step)
-                self._running.ask(now.step)
+            case Command.ASK:
+                self._running.serve()
             case Command.DRAIN_BACKEND:
                 self.lock.listener.remove()
                 self._running.drain(resume=now.resumes)
@@ -190,6 +189,8 @@ class Engine(EngineHub):
         budget_ms = self.settings.budgets_ms.get(record.target)
         is_other_known = self.lock.other is not None
         now = self.lifecycle.now
+        if record.target is State.ACTIVE:
+            self.history.canary_passed(self._running.canary_ms)
         self.history.moved(record, now, budget_ms, is_other_known=is_other_known)
         self.cancel("budget")
         if budget_ms is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from engine.core.events import Shall, State, Transition, WakingStep
+from engine.core.events import Shall, State, Transition
 from engine.core.lifecycle import TRANSITIONS, Situation
 from engine.core.loading import Role
 from engine.messages import HealthyMsg
@@ -148,10 +148,10 @@ class History:
             self.saved.generation = data["generation"] = to_text(shall.generation)
         self._log.record("engine.goal", f"asked to be {shall.goal} by {shall.by}", data=data)
 
-    def asked(self, step: WakingStep) -> None:
-        """The next step's request shows that the step before it is done."""
-        if self._waking is not None and step is WakingStep.SERVE:
-            self._waking.canary_mono_ms = self._clock.now_ms()
+    def canary_passed(self, mono_ms: float) -> None:
+        """The canary of the wake that is about to end had passed then."""
+        if self._waking is not None:
+            self._waking.canary_mono_ms = mono_ms
 
     def _active(self) -> None:
         last = self._waking

@@ -27,7 +27,7 @@ from engine import messages
 from engine.backends import process
 from engine.backends.process import MODEL_ENV
 from engine.core import events as ev
-from engine.core.events import EngineEvent, Failed, State, WakingStep
+from engine.core.events import EngineEvent, Failed, State
 from engine.core.health import StoppedLooks
 from engine.core.loading import Loading
 from engine.schema import EngineLastCanary
@@ -118,6 +118,7 @@ class Incarnation:
         )
         self.private_path: str | None = None  # where the backend serves, since it was woken
         self.last_canary: EngineLastCanary | None = None
+        self.canary_ms = 0.0  # when that had its verdict
         self._stopped = StoppedLooks()
         self._serving_path = ""
         self._serving: serving.ServingFile | None = None
@@ -340,20 +341,18 @@ class Incarnation:
                 )
         return ev.Woken()
 
-    def ask(self, step: WakingStep) -> None:
-        """The step after the wake."""
-        if step is WakingStep.CANARY:
-            self.canary(self._gate)
-        else:
-            self._ask(messages.ServeMsg(), messages.ServingMsg, ev.Serving())
-
-    def _ask(self, request: Message, reply: type[Message], event: EngineEvent) -> None:
-        self.channel.ask(request, reply, lambda _: self._hub.post(event))
+    def serve(self) -> None:
+        """Have it serve once its canary has passed."""
+        self._judge_canary(messages.ServeMsg(), self._gate)
 
     def canary(self, on_done: Callable[[bool, str], object]) -> None:
         """One real inference: call `on_done` with its verdict."""
+        self._judge_canary(messages.RunCanaryMsg(), on_done)
+
+    def _judge_canary(self, request: Message, on_done: Callable[[bool, str], object]) -> None:
 
         def done(found: messages.CanaryMsg) -> None:
+            self.canary_ms = found.mono_ms
             text = f"canary {'passed' if found.ok else 'failed'}"
             text += f": {found.detail}" if found.detail else ""
             data = {"ok": found.ok, "detail": found.detail}
@@ -362,17 +361,17 @@ class Incarnation:
             self.last_canary = EngineLastCanary(found.ok, rfc3339(event.ts))
             on_done(found.ok, found.detail)
 
-        self.channel.ask(messages.RunCanaryMsg(), messages.CanaryMsg, done)
+        self.channel.ask(request, messages.CanaryMsg, done)
 
     def _gate(self, ok: bool, detail: str) -> None:
         failed = Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}")
-        self._hub.post(ev.CanaryPassed() if ok else failed)
+        self._hub.post(ev.Serving() if ok else failed)
 
     # ------------------------------------------------------------------ resting
 
     def drain(self, *, resume: bool) -> None:
         drain = messages.DrainMsg(self._budget_ms(State.DRAINING), resume)
-        self._ask(drain, messages.DrainedMsg, ev.Drained())
+        self.channel.ask(drain, messages.DrainedMsg, lambda _: self._hub.post(ev.Drained()))
 
     def rest(self, *, keep_kv: bool) -> None:
         """Ask for all KV memory back; `Rested` comes once no process holds the file."""

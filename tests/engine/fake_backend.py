@@ -165,6 +165,8 @@ class Backend:
     def reply_to(self, asked: Reply) -> m.Message:
         switches = self.switches
         match asked.message:
+            case m.WakeMsg() if switches.serve_early:
+                return m.CanaryMsg(ok=True)
             case m.WakeMsg(token=token, era=era):
                 if switches.note_wake:
                     with open(switches.note_wake, "w", encoding="ascii") as note:
@@ -173,13 +175,9 @@ class Backend:
                 self.token = token
                 self.residence.join(token)
                 return m.WokenMsg()
-            case m.RunCanaryMsg():
-                if switches.serve_early:
-                    return m.ServingMsg()
-                return m.CanaryMsg(not switches.fail_canary, "token 7 is 8")
-            case m.ServeMsg():
-                self.serving = True
-                return m.ServingMsg()
+            case m.RunCanaryMsg() | m.ServeMsg():
+                self.serving = not switches.fail_canary
+                return m.CanaryMsg(self.serving, "token 7 is 8")
             case m.HealthMsg():
                 hung = os.path.exists(switches.hang_generation_if)
                 if not (hung or self.is_private):  # there it is idle

@@ -23,7 +23,7 @@ HASTY = ("--answer-ms", "200", "--hang-ms", "300", "--hang-alone-ms", "300")
         (("--crash-at", "launch"), (), "child_exit", "exited with code 13"),
         (("--crash-at", "wake"), (), "child_exit", "http (pid"),
         (("--fail-canary",), (), "canary_failed", "token 7 is 8"),
-        (("--serve-early",), (), "backend_fault", "replied to run_canary with serving"),
+        (("--serve-early",), (), "backend_fault", "replied to wake with canary"),
         (("--grandchild", "bare"), (), "witness_missing", "does not hold the witness"),
         (("--fault", "out of luck"), (), "backend_fault", "out of luck"),
         (("--ranks", "a", "b"), (), "identity_mismatch", "rank 1 has other weights than rank 0"),

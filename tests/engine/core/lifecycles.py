@@ -23,17 +23,14 @@ SAMPLES: dict[type[EngineEvent], EngineEvent] = {
     type(event): event
     for event in (
         *(ev.Launch(INC), ev.Prepared(), ev.Granted(INC, 7), ev.OtherGranted("other", 8)),
-        *(ev.Woken(), ev.CanaryPassed(), ev.Serving(), DIED, ev.BudgetSpent(1000)),
+        *(ev.Woken(), ev.Serving(), DIED, ev.BudgetSpent(1000)),
         *(ev.Terminate(), ev.TerminateNow(), HAND_OVER, ev.Drained(), SLEEP, ev.Rested()),
         *(ev.WeightsPlaced(is_away=True), REAPED),
     )
 }
-MAIN_LINE = [
-    SAMPLES[kind]
-    for kind in (ev.Launch, ev.Prepared, ev.Granted, ev.Woken, ev.CanaryPassed, ev.Serving)
-]
+MAIN_LINE = [SAMPLES[kind] for kind in (ev.Launch, ev.Prepared, ev.Granted, ev.Woken, ev.Serving)]
 SERVED = MAIN_LINE[3:]
-STEPS_TO = {State.DEAD: 0, State.INIT: 1, State.STANDBY: 2, State.WAKING: 3, State.ACTIVE: 6}
+STEPS_TO = {State.DEAD: 0, State.INIT: 1, State.STANDBY: 2, State.WAKING: 3, State.ACTIVE: 5}
 RESTING_LINE = [SLEEP, ev.Drained(), ev.Rested()]
 STEPS_TO_REST = {State.RELEASING: 2, State.RESTING: 3}
 
