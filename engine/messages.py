@@ -94,34 +94,30 @@ class HealthyMsg(Message, frozen=True, tag="healthy"):
 
 
 class DrainMsg(Message, frozen=True, tag="drain"):
-    """Refuse new work, finish what runs within `budget_ms`, then answer.
+    """Refuse new work, finish what runs within `budget_ms`, then answer `drained`.
 
     `resume`: the gateway continues streams at the next engine. Close the connections of those that
     can be continued, each after a whole group, and finish only the rest.
+
+    `release_ms`: say `drained` in between, and go on: unmap and give back all KV memory within this
+    time, and leave the serving file, in every process. The backend is then as after `prepared`, and
+    may be woken again. `keep_kv`: a hand-over; what was published stays in gms for the next engine.
+    Otherwise the memory must be free for others.
     """
 
     budget_ms: Count
     resume: bool = False
+    release_ms: Count | None = None
+    keep_kv: bool = False
 
 
 class DrainedMsg(Message, frozen=True, tag="drained"):
-    """The answer to `drain`: nothing is in flight."""
-
-
-class RestMsg(Message, frozen=True, tag="rest"):
-    """After `drained`: stop accepting, unmap and give back all KV memory, and leave the serving
-    file, in every process. The backend is then as after `prepared`, and may be woken again.
-
-    `keep_kv`: a hand-over; what was published stays in gms for the next engine. Otherwise the
-    memory must be free for others.
-    """
-
-    keep_kv: bool
-    budget_ms: Count
+    """Nothing is in flight: the answer to `drain` without `release_ms`."""
 
 
 class RestedMsg(Message, frozen=True, tag="rested"):
-    """The answer to `rest`. `kv_bytes_resident` is what processes still map: it must be 0."""
+    """The answer to `drain` with `release_ms`. `kv_bytes_resident` is what processes still map: it
+    must be 0."""
 
     kv_bytes_resident: Count = 0
 
@@ -168,7 +164,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
 
 CHANNEL = Catalogue(
     *(WakeMsg, WokenMsg, ServeMsg, RunCanaryMsg, CanaryMsg),
-    *(HealthMsg, HealthyMsg, DrainMsg, DrainedMsg, RestMsg, RestedMsg),
+    *(HealthMsg, HealthyMsg, DrainMsg, DrainedMsg, RestedMsg),
     *(PlaceWeightsMsg, WeightsPlacedMsg),
     PreparedMsg,
 )

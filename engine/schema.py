@@ -15,7 +15,7 @@ class EngineEngine(Schema):
     state: Annotated[
         str, "`init`, `standby`, `waking`, `active`, `draining`, `releasing`, `resting`, `dead`"
     ]
-    step: Annotated[str | None, "step of `waking`: `wake`, `canary` (and serve); null in other states"]
+    step: Annotated[str | None, "step of `waking`: `wake`, `canary`; null in other states"]
     since: Annotated[Time, "when it entered this state"]
     reason: Annotated[str, "why it is in this state, and what it is waiting for"]
     incarnation: Annotated[str | None, "name of the (last) launch; null before the first"]

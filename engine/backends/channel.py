@@ -43,7 +43,7 @@ class BackendHandler(Protocol):
     async def drain(self, budget_s: float, *, resume: bool = False) -> None: ...
 
     async def rest(self, budget_s: float, *, keep_kv: bool) -> msg.RestedMsg:
-        """Undo `wake` and what `drain` has set, in every process; see `RestMsg`."""
+        """Undo `wake` and what `drain` has set, in every process; see `DrainMsg`."""
         ...
 
     async def place_weights(self, budget_s: float, *, is_away: bool) -> msg.WeightsPlacedMsg:
@@ -123,9 +123,10 @@ class Channel(Handler):
                 return await backend.run_canary()
             case msg.DrainMsg():
                 await backend.drain(message.budget_ms / 1000, resume=message.resume)
-                return msg.DrainedMsg()
-            case msg.RestMsg():
-                return await backend.rest(message.budget_ms / 1000, keep_kv=message.keep_kv)
+                if message.release_ms is None:
+                    return msg.DrainedMsg()
+                self._conn.send(msg.DrainedMsg())
+                return await backend.rest(message.release_ms / 1000, keep_kv=message.keep_kv)
             case msg.PlaceWeightsMsg():
                 budget_s = message.budget_ms / 1000
                 return await backend.place_weights(budget_s, is_away=message.is_away)

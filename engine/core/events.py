@@ -188,8 +188,9 @@ class Command(Enum):
     START_TREE = auto()
     TELL_LOCK_SERVER = auto()  # what is wanted and held now
     ASK = auto()  # the request of this step of the wake
-    DRAIN_BACKEND = auto()  # finish the requests in flight, but for those that others continue
-    REST_BACKEND = auto()  # give the KV memory back, then post `Rested`
+    # Finish the requests in flight, but for those that others continue, and post `Drained`; where
+    # it `rests_next`, go on: give the KV memory back, and post `Rested`.
+    DRAIN_BACKEND = auto()
     PLACE_WEIGHTS = auto()  # release the weights or map them again, then post `WeightsPlaced`
     AWAIT_SUCCESSOR = auto()  # post `Succession` once there is an answer, or none in time
     KILL_TREE = auto()  # every process at once, then post `Reaped`

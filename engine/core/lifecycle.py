@@ -110,6 +110,11 @@ class Situation:
         """It waits for the lock, or holds it."""
         return self.state is State.STANDBY or self.token > 0
 
+    @property
+    def rests_next(self) -> bool:
+        """Once drained it gives its KV memory back. Any other engine is killed then."""
+        return self.can_rest and not self.is_leaving
+
 
 def _may_launch(now: Situation) -> bool:
     return now.is_reaped and not now.is_over and not must_be_cold(now)
@@ -205,10 +210,7 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.RELEASING, ev.HandOver): Row(State.RELEASING),
     (State.RESTING, ev.HandOver): HANDED_BACK,
     (State.DRAINING, ev.Drained): Row(
-        State.RELEASING,
-        (Command.REST_BACKEND,),
-        when=lambda now: now.can_rest and not now.is_leaving,
-        otherwise=KILLED,
+        State.RELEASING, when=lambda now: now.rests_next, otherwise=KILLED
     ),
     (State.RELEASING, ev.Rested): replace(
         HANDED_BACK, when=lambda now: not now.token, otherwise=Row(State.RESTING)

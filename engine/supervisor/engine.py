@@ -158,9 +158,8 @@ class Engine(EngineHub):
                 self._running.serve()
             case Command.DRAIN_BACKEND:
                 self.lock.listener.remove()
-                self._running.drain(resume=now.resumes)
-            case Command.REST_BACKEND:
-                self._running.rest(keep_kv=now.hand_over is not None)
+                keep_kv = now.hand_over is not None
+                self._running.drain(resume=now.resumes, rest=now.rests_next, keep_kv=keep_kv)
             case Command.PLACE_WEIGHTS:
                 self._running.place(is_away=now.asks_away)
             case Command.KILL_TREE:

@@ -122,7 +122,7 @@ class Incarnation:
         self._stopped = StoppedLooks()
         self._serving_path = ""
         self._serving: serving.ServingFile | None = None
-        self._rest_asked_ms = 0.0
+        self._drained_ms = 0.0
         self._wants_away = False
         self._again_ms = AGAIN_MS_MIN
         self._placings = 0  # requests so far; only the last one's answer counts
@@ -233,6 +233,8 @@ class Incarnation:
             case messages.PreparedMsg():
                 self.prepared = message
                 self._judge(self._look_prepared)
+            case messages.DrainedMsg():
+                self._drained(message)
             case _:
                 text = f"the backend sent {message.TYPE} without a request"
                 self._hub.post(Failed("backend_fault", text))
@@ -369,15 +371,19 @@ class Incarnation:
 
     # ------------------------------------------------------------------ resting
 
-    def drain(self, *, resume: bool) -> None:
-        drain = messages.DrainMsg(self._budget_ms(State.DRAINING), resume)
-        self.channel.ask(drain, messages.DrainedMsg, lambda _: self._hub.post(ev.Drained()))
+    def drain(self, *, resume: bool, rest: bool, keep_kv: bool) -> None:
+        """`rest`: then have it give all KV memory back; `Rested` comes once no process holds the
+        file."""
+        release_ms = self._budget_ms(State.RELEASING) if rest else None
+        drain = messages.DrainMsg(self._budget_ms(State.DRAINING), resume, release_ms, keep_kv)
+        if rest:
+            self.channel.ask(drain, messages.RestedMsg, lambda reply: self._did(reply, keep_kv))
+        else:
+            self.channel.ask(drain, messages.DrainedMsg, self._drained)
 
-    def rest(self, *, keep_kv: bool) -> None:
-        """Ask for all KV memory back; `Rested` comes once no process holds the file."""
-        self._rest_asked_ms = self._hub.clock.now_ms()
-        rest = messages.RestMsg(keep_kv, self._budget_ms(State.RELEASING))
-        self.channel.ask(rest, messages.RestedMsg, lambda reply: self._did(reply, keep_kv))
+    def _drained(self, drained: messages.DrainedMsg) -> None:
+        self._drained_ms = self._hub.clock.now_ms()
+        self._hub.post(ev.Drained())
 
     def _did(self, rested: messages.RestedMsg, keep_kv: bool) -> None:
         if rested.kv_bytes_resident:
@@ -401,7 +407,7 @@ class Incarnation:
             case found:
                 return f"{name} is {found.value}: nothing proves the end of serving yet"
         self.is_wake_asked, self.woken, self.private_path = False, None, None
-        took_ms = round(self._hub.clock.now_ms() - self._rest_asked_ms, 3)
+        took_ms = round(self._hub.clock.now_ms() - self._drained_ms, 3)
         self._hub.log.record(
             "engine.rested",
             f"all KV memory was freed after {took_ms:.1f} ms",

@@ -183,15 +183,16 @@ class Backend:
                 if not (hung or self.is_private):  # there it is idle
                     self.progress.value += 1
                 return m.HealthyMsg(in_flight=int(hung))
-            case m.DrainMsg(resume=resume):
+            case m.DrainMsg(resume=resume, release_ms=release_ms):
                 self.serving = False
                 if self.listener is not None:
                     self.listener.close()
                 if switches.note_drain:
                     with open(switches.note_drain, "w") as note:
                         note.write("resume" if resume else "finish")
-                return m.DrainedMsg()
-            case m.RestMsg():
+                if release_ms is None:
+                    return m.DrainedMsg()
+                self.channel.notify(m.DrainedMsg())
                 self.residence.leave()
                 return m.RestedMsg(4096 if switches.leaves_resident else 0)
         raise AssertionError(asked.message)

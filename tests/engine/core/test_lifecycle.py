@@ -176,7 +176,7 @@ STEPS = [
 def test_random_schedules_keep_the_invariants(order):
     """Any order of events, the illegal ones refused: the invariants hold after each of them."""
     engine = Lifecycle()
-    launches, is_tree_up, named, tokens, told = 0, False, None, 0, 0
+    launches, is_tree_up, named, tokens, told, rests = 0, False, None, 0, 0, False
     for event in order:
         if isinstance(event, ev.Launch):
             event = structs.replace(event, incarnation=f"e-{launches:016x}")
@@ -200,9 +200,10 @@ def test_random_schedules_keep_the_invariants(order):
             if effect is TELL:
                 named = now.incarnation
                 assert named or before.state is State.DEAD, "the lock given away too early"
-            if effect is Command.REST_BACKEND:
-                assert before.state is State.DRAINING
-                assert before.can_rest
+            if effect is Command.DRAIN_BACKEND:
+                rests = now.rests_next
+            if isinstance(effect, Transition) and effect.target is State.RELEASING:
+                assert rests, "nobody has asked for it"
             if effect is KILL:
                 assert is_tree_up
             if effect is Command.DRAIN_BACKEND and now.resumes and now.is_leaving:

@@ -27,7 +27,6 @@ from tests.engine.core.lifecycles import (
     PLACE,
     REAPED,
     RELAUNCH,
-    REST,
     RESTING_LINE,
     SERVED,
     SLEEP,
@@ -187,7 +186,7 @@ def test_hand_over_in_place_gives_the_lock_up_and_queues_again():
     """Goal: a switchover costs no relaunch. Method: hand over, drained, rested; then the old grant
     arrives once more, and then a new one."""
     engine = engine_in(State.ACTIVE, can_rest=True)
-    assert asked(engine, HAND_OVER, ev.Drained()) == [DRAIN, REST]
+    assert asked(engine, HAND_OVER, ev.Drained()) == [DRAIN]
     assert engine.now.hand_over  # so that the KV cache is kept
     effects = engine.handle(ev.Rested())
     assert (path_of(effects), effects[-1]) == ([State.STANDBY], TELL)
@@ -305,7 +304,7 @@ def test_active_engine_rests_first_and_then_lets_its_weights_go():
     engine = engine_that_offloads(State.ACTIVE)
     for _ in range(2):
         assert tier(engine) is Tier.AWAKE
-        assert asked(engine, AWAY, ev.Drained(), ev.Rested()) == [KEEP_GOAL, DRAIN, REST, PLACE]
+        assert asked(engine, AWAY, ev.Drained(), ev.Rested()) == [KEEP_GOAL, DRAIN, PLACE]
         assert (engine.now.asks_away, tier(engine)) == (True, Tier.WARM)
         assert engine.handle(PLACED) == []
         assert (engine.state, tier(engine)) == (State.RESTING, Tier.OFFLOADED)
