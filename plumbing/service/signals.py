@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -52,13 +51,14 @@ def blocked_in_children(signals: Sequence[int] = ENDING) -> Iterator[None]:
 async def until_ended(failed: asyncio.Future[None]) -> None:
     """Return on a signal, which ends the process if it comes again; raise what `failed` fails with.
     A server that has ended by itself has failed."""
-    inbox = SignalInbox()
-    signalled: asyncio.Future[Any] = asyncio.ensure_future(inbox.get())
+    loop = asyncio.get_running_loop()
+    for signum in ENDING:
+        loop.add_signal_handler(signum, failed.cancel)
     try:
-        await asyncio.wait([signalled, failed], return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
+        await asyncio.wait([failed])
+        if not failed.cancelled():
             failed.result()
     finally:
-        inbox.close()
-        signalled.cancel()
+        for signum in ENDING:
+            loop.remove_signal_handler(signum)
         failed.cancel()
