@@ -42,11 +42,6 @@ class Peer:
         """What its connections are counted by; "" if that is not known."""
         return self.host or (f"pid {self.pid}" if self.pid else "")
 
-    def take_pidfd(self) -> OwnedFd | None:
-        """Hand the pidfd over; the connection no longer closes it."""
-        pidfd, self.pidfd = self.pidfd, None
-        return pidfd
-
     def close(self) -> None:
         if self.pidfd is not None:
             self.pidfd.close()
@@ -93,7 +88,7 @@ class ProcessWatch:
 
     def watch(self, key: str, peer: Peer) -> None:
         """Watch the peer's pidfd (takes it), if it has one, instead of the last one."""
-        pidfd = peer.take_pidfd()
+        pidfd, peer.pidfd = peer.pidfd, None
         if pidfd is None:
             return
         self.forget(key)

@@ -44,7 +44,7 @@ def test_peer_is_identified_and_its_death_is_detected(
     with accepted:
         found = peer.identify(accepted)
     assert (found.uid, found.pid) == (os.geteuid(), child.pid)
-    pidfd = found.take_pidfd()
+    pidfd, found.pidfd = found.pidfd, None
     found.close()
     if option == 9999:
         assert found.pidfd_source == ("none" if is_dead else "pidfd_open")
