@@ -373,7 +373,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_170,
+    "plumbing": 6_165,
     "lockserver": 5_960,
     "gms": 8_480,
     "engine": 15_935,
