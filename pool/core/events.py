@@ -137,23 +137,18 @@ class EngineDead(PoolEvent, frozen=True):
 
 
 class MemoryIs(PoolEvent, frozen=True):
-    """What the memory service holds on one device, by model; what is not named is free.
+    """One device: its size, what the memory service holds of it by model, and what is used outside
+    the pool. What is not named is free.
 
     It may be older than what an engine has taken since, so free memory is proven only by what was
     looked at after a question: `asked` has, by model, the number of the newest `AskMemory` that
     this answers, or that an earlier one of this device has answered."""
 
     device: str
+    total_bytes: int
     held: Mapping[tuple[EntryKind, str], int]
     asked: Mapping[str, int] = {}
-
-
-class DeviceIs(PoolEvent, frozen=True):
-    """A device's size, and what of it is used outside the pool."""
-
-    device: str
-    total_bytes: int
-    outside_bytes: int
+    outside_bytes: int = 0
 
 
 class Ordered(PoolEvent, frozen=True):

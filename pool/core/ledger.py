@@ -36,11 +36,13 @@ Entries = dict[EntryKey, int]
 
 
 class DeviceView(Struct, frozen=True):
-    """`free_bytes` now, in the books, the margin and what is outside taken off; it may be negative.
-    `leaving_bytes`: booked, and on its way out already, of any model."""
+    """`usable_bytes`: all but the margin and what is outside. `free_bytes`: what of that is not
+    booked; it may be negative. `leaving_bytes`: booked, and on its way out already, of any model.
+    """
 
     name: str
     total_bytes: int
+    usable_bytes: int
     free_bytes: int
     leaving_bytes: int = 0
     outside_bytes: int = 0
@@ -56,8 +58,6 @@ class PoolLedger:
         self.devices = devices
         self.entries: Entries = {}
         self.leaving: set[EntryKey] = set()
-        self.totals: dict[str, int] = {}
-        self.outside: dict[str, int] = {}
         self.memory: dict[str, MemoryIs] = {}
         self.number = 0  # of the last question
         self._booked: dict[str, int] = {}
@@ -67,15 +67,15 @@ class PoolLedger:
     def free_bytes(self, device: str) -> int:
         """Room for a new entry; negative if more is booked or used than there is. Of a device that
         is not measured yet, nothing is free."""
-        if device not in self.totals:
-            return -self._booked.get(device, 0)
         return self.usable_bytes(device) - self._booked.get(device, 0)
 
     def usable_bytes(self, device: str) -> int:
         """All that may ever be booked there, as things stand outside. Host memory has no margin:
         its total is a limit that was set, not a device."""
-        margin_bytes = 0 if device == HOST else self.margin_bytes
-        return self.totals[device] - margin_bytes - self.outside.get(device, 0)
+        if device not in self.memory:
+            return 0
+        found, margin_bytes = self.memory[device], 0 if device == HOST else self.margin_bytes
+        return found.total_bytes - margin_bytes - found.outside_bytes
 
     def fits(self, entries: Mapping[EntryKey, int]) -> bool:
         """Whether all of them could be booked at once."""
@@ -87,22 +87,23 @@ class PoolLedger:
 
     def views(self) -> dict[str, DeviceView]:
         """Every measured device, for the policy."""
-        leaving = dict.fromkeys(self.totals, 0)
+        leaving = dict.fromkeys(self.memory, 0)
         for key in self.leaving:
             if key.device in leaving:
                 leaving[key.device] += self.entries[key]
         return {
             name: DeviceView(
-                name, total, self.free_bytes(name), leaving[name], self.outside.get(name, 0)
+                name,
+                found.total_bytes,
+                self.usable_bytes(name),
+                self.free_bytes(name),
+                leaving[name],
+                found.outside_bytes,
             )
-            for name, total in self.totals.items()
+            for name, found in self.memory.items()
         }
 
     # ------------------------------------------------------------------ what happens
-
-    def set_device(self, device: str, total_bytes: int, outside_bytes: int) -> None:
-        self.totals[device] = total_bytes
-        self.outside[device] = max(0, outside_bytes)
 
     def book(self, entries: Entries) -> bool:
         """Book what is missing of these, all or nothing; whether there was room. What leaves stays
@@ -136,18 +137,18 @@ class PoolLedger:
 
     def is_known(self, device: str) -> bool:
         """Whether what is there has been heard since the pool has started."""
-        is_counted = device not in self.devices or device in self.totals
-        return is_counted and (device not in self.devices or device in self.memory)
+        return device not in self.devices or device in self.memory
 
     def copies(self, model: Model) -> bool:
         """Whether a copy of its weights in host memory is booked with it: it is to be offloaded, or
         the copy that is made after the first load, where there is room for one, has been made."""
-        sizes, total = model.sizes, self.totals.get(HOST, 0)
-        rules = model.rules
+        sizes, rules, host = model.sizes, model.rules, self.memory.get(HOST)
         is_needed = rules.rest == "offloaded" or rules.offload_after_ms < NEVER_MS
         if not is_needed and EntryKey(HOST, EntryKind.COPY, model.name) not in self.entries:
             return False
-        return sizes is not None and 0 < sum(sizes.weights.values()) <= total
+        if sizes is None or host is None:
+            return False
+        return 0 < sum(sizes.weights.values()) <= host.total_bytes
 
     def entries_at(self, model: Model, tier: Tier) -> Entries:
         """All that `model` has booked at a tier."""
@@ -177,7 +178,7 @@ class PoolLedger:
 
     def _whole(self, model: Model) -> EngineSizes:
         """Of a model of unknown size: all of its devices, in equal parts for its engines."""
-        known = [device for device in model.rules.devices if device in self.totals]
+        known = [device for device in model.rules.devices if device in self.memory]
         parts = {name: max(0, self.usable_bytes(name)) // len(model.engines) for name in known}
         return EngineSizes(base=parts, weights={}, kv={}, is_estimated=True)
 
@@ -192,7 +193,9 @@ class PoolLedger:
         """What is held is booked, whatever there is room for. Of which models something has
         changed."""
         before, self.memory[event.device] = self.memory.get(event.device), event
-        is_other = before is None
+        is_other = before is None or (
+            (before.total_bytes, before.outside_bytes) != (event.total_bytes, event.outside_bytes)
+        )
         for (kind, name), size_bytes in event.held.items():
             key = EntryKey(event.device, kind, name)
             if name in models and size_bytes > self.entries.get(key, 0):

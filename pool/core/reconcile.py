@@ -282,9 +282,6 @@ def hear(facts: Facts, event: ev.PoolEvent) -> None:
             _dead(facts, event)
         case ev.MemoryIs():
             facts.touch(*facts.ledger.hear_memory(event, facts.models))
-        case ev.DeviceIs():
-            facts.ledger.set_device(event.device, event.total_bytes, event.outside_bytes)
-            facts.touch_all()
         case ev.Ordered():
             _order(facts, event)
         case ev.RulesChanged():

@@ -33,7 +33,6 @@ from pool.core.who_yields import (
     IDLE_MS_MAX,
     Candidate,
     Head,
-    Obstacle,
     idle_after_ms,
     protection_ms,
     spares,
@@ -116,12 +115,6 @@ class _Planner:
         self.going: set[str] = set()  # models that a head asks, or will ask
         self.asked: set[str] = set()
         self.due_ms = NEVER_MS
-        self.usable = {
-            name: device.total_bytes
-            - device.outside_bytes
-            - (0 if name == HOST else rules.margin_bytes)
-            for name, device in devices.items()
-        }
         self.held_for_ever = dict.fromkeys(devices, 0)
         self.models_on: dict[str, list[Model]] = {HOST: [*models]}
         for model in models:
@@ -198,7 +191,8 @@ class _Planner:
         size, it takes all of its devices."""
         needs = model.needs.get(Tier.AWAKE)
         if needs is None:
-            needs = {name: self.usable.get(name, 0) for name in model.rules.devices}
+            measured = [self.devices[it] for it in model.rules.devices if it in self.devices]
+            needs = {device.name: device.usable_bytes for device in measured}
         held = model.needs.get(model.tier, {}) if model.state in FALLING else model.booked
         return {
             name: needed - held.get(name, 0)
@@ -223,9 +217,8 @@ class _Planner:
             others = self.held_for_ever[name]
             if model.is_pinned:
                 others -= model.booked.get(name, 0)
-            if needed > self.usable[name] - others:
-                device, margin_bytes = self.devices[name], self.rules.margin_bytes
-                return Never(never(model, needed, device, self.models, margin_bytes))
+            if needed > self.devices[name].usable_bytes - others:
+                return Never(never(model, needed, self.devices[name], self.models))
         return None
 
     # ------------------------------------------------------------------ heads
@@ -324,21 +317,11 @@ class _Planner:
 # -------------------------------------------------------------------------------- why
 
 # No sentence names a remaining time: it would be another one at every look.
-# Why a model that a head needs cannot be asked yet.
-OBSTACLES: Mapping[Obstacle, str] = {
-    Obstacle.QUIET: "{name} has no requests, and makes room once it has had none for {quiet}",
-    Obstacle.PROTECTED: "{name} has work and is protected for the first {turn} of its turn",
-    Obstacle.YOUNG: "{name} has work, and only a request that has waited for {wait} interrupts it",
-    Obstacle.BETTER: "{name} has requests of a better priority",
-    Obstacle.RAISED: "{name} is {state}, because requests wait for it",
-}
 _HARD_TO_MOVE = frozenset({ModelState.UNLOADING, ModelState.RELEASING, ModelState.FAILED})
 NAMED_MAX = 4  # holders in one sentence: it is read by people
 
 
-def never(
-    model: Model, needed: int, device: DeviceView, models: Sequence[Model], margin_bytes: int
-) -> str:
+def never(model: Model, needed: int, device: DeviceView, models: Sequence[Model]) -> str:
     """Only what never yields is in the way."""
     parts = []
     for other in models:
@@ -350,7 +333,8 @@ def never(
     parts[NAMED_MAX:] = [f"{more} more"] if more else []
     if device.outside_bytes:
         parts.append(f"{size(device.outside_bytes)} is used by programs outside the pool")
-    if device.name != HOST and margin_bytes:
+    margin_bytes = device.total_bytes - device.outside_bytes - device.usable_bytes
+    if margin_bytes:
         parts.append(f"{size(margin_bytes)} is kept free")
     where = f"{_where(device.name)}, which has {size(device.total_bytes)}"
     return f"{name_of(model)} needs {size(needed)} {where}{': ' * bool(parts)}{', '.join(parts)}"
@@ -366,7 +350,7 @@ def waiting(
     """A model that is needed cannot be asked yet, or is waited for rather than another unloaded."""
     names = {victim.model for victim in chosen}
     parts = [
-        OBSTACLES[each.obstacle].format(
+        each.obstacle.format(
             name=each.model.name,
             state=each.model.state.value,
             quiet=duration(idle_after_ms(each.model)),
@@ -374,7 +358,7 @@ def waiting(
             wait=duration(head.model.rules.max_wait_ms),
         )
         for each in found
-        if each.model.name in names and each.obstacle is not Obstacle.NONE
+        if each.model.name in names and each.obstacle
     ]
     return _wants(head, free, parts or [f"work of {', '.join(sorted(names))} may end soon"])
 

@@ -62,14 +62,14 @@ _DESCENTS: Mapping[tuple[str, bool], tuple[tuple[int, Tier], ...]] = {
 
 
 class Obstacle(StrEnum):
-    """Why a model cannot be asked now."""
+    """Why a model that a head needs cannot be asked now, for operators."""
 
     NONE = ""
-    QUIET = "quiet"  # it has no work, and is idle before it could be asked otherwise
-    PROTECTED = "protected"  # it has work, and is in its protection
-    YOUNG = "young"  # it has work, and the head's ticket is too young
-    BETTER = "better"  # it has work, and the better priority
-    RAISED = "raised"  # it is on its way up for a ticket
+    QUIET = "{name} has no requests, and makes room once it has had none for {quiet}"
+    PROTECTED = "{name} has work and is protected for the first {turn} of its turn"
+    YOUNG = "{name} has work, and only a request that has waited for {wait} interrupts it"
+    BETTER = "{name} has requests of a better priority"
+    RAISED = "{name} is {state}, because requests wait for it"
 
 
 class Step(Struct, frozen=True):

@@ -133,11 +133,10 @@ class EngineLink(KeptLink):
 
 
 # Small processes die within milliseconds, and some need half a minute; who is hung may be so for
-# days. A try takes 50 us of a CPU, so it is dense only where a model waits for the answer: during
-# a failover none does, and the engines need the CPU.
-DENSE_S, DENSE_FOR_S = 0.001, 1.0
-SLOW_S, SLOW_FOR_S = 0.010, 60.0
-RARE_S = 0.1
+# days. So the pause is a hundredth of what it has waited. A try takes 50 us of a CPU, so it is
+# dense only where a model waits for the answer: during a failover none does, and the engines need
+# the CPU.
+DENSE_S, SLOW_S, RARE_S = 0.001, 0.010, 0.1
 RANDOM_CHARS = 16  # of an incarnation
 
 
@@ -191,10 +190,8 @@ class WitnessWatch:
         if self._timer is None and (self._suspects or self._asked):
             loop = asyncio.get_running_loop()
             waited_s = loop.time() - self._newest_s
-            delay_s = SLOW_S if waited_s < SLOW_FOR_S else RARE_S
-            if self._asked and waited_s < DENSE_FOR_S:
-                delay_s = DENSE_S
-            self._timer = loop.call_later(delay_s, self._try)
+            delay_s = max(DENSE_S if self._asked else SLOW_S, waited_s / 100)
+            self._timer = loop.call_later(min(delay_s, RARE_S), self._try)
 
     def _try(self) -> None:
         self._timer = None

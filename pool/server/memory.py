@@ -26,7 +26,7 @@ from plumbing.pod.paths import gms_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
-from pool.core.events import AskMemory, DeviceIs, MemoryIs, PoolEvent
+from pool.core.events import AskMemory, MemoryIs, PoolEvent
 from pool.core.states import HOST, EntryKind
 
 SAMPLE_S = 1.0  # between two samples of a device
@@ -35,7 +35,7 @@ GRAIN_BYTES = 16 << 20  # what is less is noise: no event, and no new decision
 
 
 class MemorySide:
-    """`feed` gets `MemoryIs` and `DeviceIs`."""
+    """`feed` gets `MemoryIs`."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class MemorySide:
         one of them."""
         self._host_bytes, self._feed, self._bases = host_bytes, feed, bases
         self._places: dict[str, list[PlaceLink]] = {}  # by device, HOST included
-        self._told: dict[tuple[str, type[PoolEvent]], PoolEvent] = {}
-        self._outside: dict[str, deque[int]] = {}  # the last samples
+        self._told: dict[str, MemoryIs] = {}
+        self._samples: dict[str, deque[int]] = {}  # the last ones
         self._sampled_s: dict[str, float] = {}  # when the newest of them was begun
         for model, devices in models.items():
             for device in devices:
@@ -74,8 +74,6 @@ class MemorySide:
 
     def start(self) -> list[asyncio.Task[None]]:
         """Connect to all of them."""
-        if self._host_bytes:
-            self._feed(DeviceIs(HOST, self._host_bytes, 0))
         return [link.start() for link in self.links()]
 
     def sample(self) -> None:
@@ -99,48 +97,41 @@ class MemorySide:
     def _changed(self, link: PlaceLink) -> None:
         device = next(name for name, links in self._places.items() if link in links)
         links = self._places[device]
-        if all(each.held is not None for each in links):
-            self._tell_memory(device, links)
-            sample = links[0].device
-            if device != HOST and sample is not None:
-                self._tell_device(device, links, *sample)
-
-    def _tell_memory(self, device: str, links: Sequence[PlaceLink]) -> None:
+        if any(each.held is None for each in links):
+            return
         held: dict[tuple[EntryKind, str], int] = {}
         asked: dict[str, int] = {}
-        for link in links:
-            model = model_at(link.place)
-            if link.answered:
-                asked[model] = link.answered
-            found = (link.held or {}).items()
+        for each in links:
+            model = model_at(each.place)
+            if each.answered:
+                asked[model] = each.answered
+            found = (each.held or {}).items()
             held |= {(kind, model): size_bytes for kind, size_bytes in found if size_bytes}
-        self._tell(MemoryIs(device, held, asked))
-
-    def _tell(self, said: MemoryIs | DeviceIs) -> None:
-        if said != self._told.get((said.device, type(said))):
-            self._told[said.device, type(said)] = said
+        total_bytes, used_bytes = links[0].device if device != HOST else (self._host_bytes, None)
+        outside_bytes = self._outside_bytes(device, used_bytes, sum(held.values()))
+        said = MemoryIs(device, total_bytes, held, asked, outside_bytes)
+        if said != self._told.get(device):
+            self._told[device] = said
             self._feed(said)
 
-    def _tell_device(
-        self, device: str, links: Sequence[PlaceLink], total_bytes: int, used_bytes: int | None
-    ) -> None:
+    def _outside_bytes(self, device: str, used_bytes: int | None, held_bytes: int) -> int:
         """What is used outside the pool. An engine that starts takes memory before it
         can say so, and two samples are not of one instant: so the least of the last samples counts.
         """
         bases = self._bases(device)
-        samples = self._outside.setdefault(device, deque(maxlen=SAMPLES))
+        samples = self._samples.setdefault(device, deque(maxlen=SAMPLES))
         if bases is not None and used_bytes is not None:
-            ours = bases + sum(sum((link.held or {}).values()) for link in links)
+            ours = bases + held_bytes
             now_s = asyncio.get_running_loop().time()
             if samples and now_s - self._sampled_s[device] < SAMPLE_S / 2:
                 samples.pop()  # of the same moment
             else:
                 self._sampled_s[device] = now_s
             samples.append(max(0, used_bytes - ours) // GRAIN_BYTES * GRAIN_BYTES)
-        self._tell(DeviceIs(device, total_bytes, min(samples, default=0)))
+        return min(samples, default=0)
 
 
-LOOK_S = 0.002  # after an event; those of one change come together
+LOOK_S = 0.002
 # Where no model waits for memory to leave: as while a model wakes, which needs the CPU itself.
 CALM_LOOK_S = 0.05
 RESTLESS_S, RESTLESS_S_MAX = 0.01, 0.5  # while memory is on its way out, or is to be freed
@@ -172,7 +163,7 @@ class PlaceLink(KeptLink):
         self.place = place
         self.kinds = frozenset({EntryKind.COPY} if is_copy else {EntryKind.WEIGHTS, EntryKind.KV})
         self.held: dict[EntryKind, int] | None = None  # None: not known yet
-        self.device: DeviceSample | None = None
+        self.device: DeviceSample = (0, None)
         self.frees: set[EntryKind] = set()  # no engine needs it: as soon as no process maps it
         self.awaited: set[EntryKind] = set()  # a model waits for this memory to be free
         self.answered = 0  # the newest question that a look after it has answered
@@ -215,8 +206,7 @@ class PlaceLink(KeptLink):
             case EventMsg() if self.awaited and self.held is not None:
                 self.look()  # its memory may be free now, and a model waits for that
             case EventMsg():
-                is_calm = self.held is not None and not self.frees
-                self.look_soon(CALM_LOOK_S if is_calm else LOOK_S)
+                self.look_soon(CALM_LOOK_S)
             case weights.DroppedMsg():
                 self._dropping.clear()
                 self.look_soon(LOOK_S)

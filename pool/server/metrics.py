@@ -162,6 +162,7 @@ class PoolMetrics:
             for kind in BOOKED:
                 found = sums.get((device, kind), 0)
                 self._booked.labels(device_uuid=device, kind=kind).set(found)
-            free = ledger.free_bytes(device) if device in ledger.totals else 0
-            values = (ledger.outside.get(device, 0), ledger.totals.get(device, 0), free)
+            it = ledger.memory.get(device)
+            free_bytes = ledger.free_bytes(device)
+            values = (it.outside_bytes, it.total_bytes, free_bytes) if it else (0, 0, 0)
             self._set(OF_DEVICE, values, device_uuid=device)

@@ -77,7 +77,6 @@ class PoolServer(Handler):
         self.troubles: list[Callable[[], str | None]] = [lambda: self.server.problem]
         self._inbox: deque[ev.PoolEvent] = deque()
         self._effects: deque[ev.PoolEffect] = deque()
-        self._is_busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._ticker: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -157,7 +156,7 @@ class PoolServer(Handler):
             UnderstudyError: the core refuses it, and nothing has changed. Only of an event that is
                 handled at once; of one that had to wait it is recorded.
         """
-        if self._is_busy or self._effects:
+        if self._effects:
             if len(self._inbox) >= INBOX_MAX:
                 raise InvariantError(f"{INBOX_MAX} events wait: {self.problem}")
             self._inbox.append(event)
@@ -191,14 +190,10 @@ class PoolServer(Handler):
         self.gateways.tell(is_urgent=True)
 
     def _handle(self, event: ev.PoolEvent) -> None:
-        self._is_busy = True
-        try:
-            effects = self.pool.handle(event, self.clock.now_ms())
-            # Neighbours are told first, and then it is written down.
-            self._effects.extend(sorted(effects, key=lambda each: isinstance(each, LOG_ONLY)))
-            self._perform()
-        finally:
-            self._is_busy = False
+        effects = self.pool.handle(event, self.clock.now_ms())
+        # Neighbours are told first, and then it is written down.
+        self._effects.extend(sorted(effects, key=lambda each: isinstance(each, LOG_ONLY)))
+        self._perform()
 
     def _refresh(self) -> None:
         self.metrics.update(
@@ -621,13 +616,13 @@ def _device(facts: Facts, device: str) -> schema.PoolDevice:
             booked.append(
                 schema.PoolBooked(owner, key.kind.value, size_bytes, key in ledger.leaving)
             )
-    is_known = device in ledger.totals
+    known = ledger.memory.get(device)
     return schema.PoolDevice(
         device=device,
-        total_bytes=ledger.totals.get(device),
-        free_bytes=max(0, ledger.free_bytes(device)) if is_known else None,
+        total_bytes=known.total_bytes if known else None,
+        free_bytes=max(0, ledger.free_bytes(device)) if known else None,
         booked_bytes=sum(row.bytes for row in booked),
-        outside_bytes=ledger.outside.get(device, 0),
+        outside_bytes=known.outside_bytes if known else 0,
         margin_bytes=0 if device == HOST else ledger.margin_bytes,
         booked=sorted(booked, key=lambda row: (row.owner, -row.bytes)),
     )

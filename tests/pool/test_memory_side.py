@@ -10,7 +10,7 @@ import asyncio
 from gms.client import messages as weights_messages
 from gms.client import offload_device
 from plumbing.pod.paths import KV, WEIGHTS
-from pool.core.events import AskMemory, DeviceIs, MemoryIs
+from pool.core.events import AskMemory, MemoryIs
 from pool.core.states import EntryKind
 from pool.server.memory import GRAIN_BYTES, MemorySide
 from tests.helpers import auntil
@@ -82,9 +82,8 @@ async def test_device_is_unknown_until_all_of_its_servers_are_heard(tmp_path):
         seen.servers["coder", KV].set(20 * MIB, is_mapped=True)
         await seen.serve("coder")
         held = {(EntryKind.WEIGHTS, "chat"): 10 * MIB, (EntryKind.KV, "coder"): 20 * MIB}
-        whole = MemoryIs(DEVICE, held)
+        whole = MemoryIs(DEVICE, 100 * MIB, held)
         await seen.until(MemoryIs, lambda found: found == whole, "both models' memory")
-        await seen.until(DeviceIs, lambda found: found.outside_bytes == 0, "the device")
 
 
 async def test_question_is_answered_by_a_look_after_it(tmp_path):
@@ -160,6 +159,5 @@ async def test_outside_is_what_nobody_of_the_pool_has(tmp_path):
         seen.servers["chat", WEIGHTS].set(10 * MIB, is_mapped=True)
         await seen.serve("chat", "coder")
         await seen.until(
-            DeviceIs, lambda found: found.outside_bytes == 2 * GRAIN_BYTES, "the stranger"
+            MemoryIs, lambda found: found.outside_bytes == 2 * GRAIN_BYTES, "the stranger"
         )
-        assert seen.last(DeviceIs).total_bytes == 100 * MIB

@@ -104,7 +104,6 @@ class Pod:
         return told
 
     def start(self) -> Pod:
-        self.handle(ev.DeviceIs(GPU, self.total_bytes, 0))
         self.say_memory()
         for engine in self.supervisors.values():
             self.handle(engine.said())
@@ -114,7 +113,7 @@ class Pod:
     def say_memory(self) -> None:
         held = {(EntryKind.WEIGHTS, model): SIZES.weights[GPU] for model in self.weights}
         held |= {(EntryKind.KV, model): SIZES.kv[GPU] for model in self.kv}
-        self.handle(ev.MemoryIs(GPU, held, dict(self.asked)))
+        self.handle(ev.MemoryIs(GPU, self.total_bytes, held, dict(self.asked)))
 
     def say_demand(self) -> list[ev.PoolEffect]:
         models = {

@@ -4,6 +4,7 @@ random entries beside a plain sum (Hypothesis)."""
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pool.core.events import MemoryIs
 from pool.core.ledger import PoolLedger
 from pool.core.states import HOST, EntryKey, EntryKind
 
@@ -14,9 +15,9 @@ WEIGHTS = EntryKey("1", EntryKind.WEIGHTS, "a")
 def a_ledger(**totals):
     ledger = PoolLedger(margin_bytes=10)
     for name in ("0", "1"):
-        ledger.set_device(name, 100, 0)
+        ledger.hear_memory(MemoryIs(name, 100, {}), {})
     for name, total in totals.items():
-        ledger.set_device(name, total, 0)
+        ledger.hear_memory(MemoryIs(name, total, {}), {})
     return ledger
 
 

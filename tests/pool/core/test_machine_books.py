@@ -54,7 +54,9 @@ def test_kv_memory_leaves_before_its_engine_rests_if_that_gives_it_back(state, h
     engine.state = state
     pod.handle(engine.said(tier=Tier.AWAKE))
     number = pod.pool.facts.models["a"].asked or 0
-    pod.handle(ev.MemoryIs(GPU, {(EntryKind.WEIGHTS, "a"): 100 * MIB}, {"a": number}))
+    pod.handle(
+        ev.MemoryIs(GPU, pod.total_bytes, {(EntryKind.WEIGHTS, "a"): 100 * MIB}, {"a": number})
+    )
     assert (KV not in booked(pod)) is leaves
 
 
@@ -92,8 +94,7 @@ def test_only_a_model_that_is_to_be_offloaded_needs_room_for_a_copy(changed, sta
     """Method: host memory that others have taken."""
     pod = Pod({"a": rules(**changed)})
     pod.pool = ModelPool(replace(pod.setup, devices=(GPU, HOST)), pod.now_ms, ERA)
-    pod.handle(ev.DeviceIs(HOST, 400 * MIB, 350 * MIB))
-    pod.handle(ev.MemoryIs(HOST, {}))
+    pod.handle(ev.MemoryIs(HOST, 400 * MIB, {}, outside_bytes=350 * MIB))
     pod.total_bytes = 2000 * MIB
     pod.start()
     pod.ask("a")
@@ -103,21 +104,20 @@ def test_only_a_model_that_is_to_be_offloaded_needs_room_for_a_copy(changed, sta
 def test_copy_that_is_made_where_there_is_room_is_booked_until_its_model_is_cold():
     pod = Pod({"a": rules()})
     pod.pool = ModelPool(replace(pod.setup, devices=(GPU, HOST)), pod.now_ms, ERA)
-    pod.handle(ev.DeviceIs(HOST, 400 * MIB, 0))
-    pod.handle(ev.MemoryIs(HOST, {}))
+    pod.handle(ev.MemoryIs(HOST, 400 * MIB, {}))
     pod.total_bytes = 2000 * MIB
     pod.start()
     pod.ask("a")
     pod.settle()
     assert COPY not in booked(pod)
-    pod.handle(ev.MemoryIs(HOST, {(EntryKind.COPY, "a"): 100 * MIB}))
+    pod.handle(ev.MemoryIs(HOST, 400 * MIB, {(EntryKind.COPY, "a"): 100 * MIB}))
     assert booked(pod)[COPY] == 100 * MIB
     assert COPY not in pod.pool.facts.ledger.leaving
     pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
     pod.settle()
     assert COPY in booked(pod)  # the memory service has not said that it is free
     number = pod.pool.facts.models["a"].asked
-    pod.handle(ev.MemoryIs(HOST, {}, {"a": number}))
+    pod.handle(ev.MemoryIs(HOST, 400 * MIB, {}, {"a": number}))
     assert COPY not in booked(pod)
     assert pod.state("a") is S.COLD
 
@@ -144,7 +144,7 @@ def test_weights_are_as_large_as_the_memory_service_says():
     pod.settle()
     held = SIZES.weights[GPU] + 4096
     both = {(EntryKind.WEIGHTS, "a"): held, (EntryKind.KV, "a"): SIZES.kv[GPU]}
-    pod.handle(ev.MemoryIs(GPU, both, dict(pod.asked)))
+    pod.handle(ev.MemoryIs(GPU, pod.total_bytes, both, dict(pod.asked)))
     pod.handle(pod.supervisors["a0"].said())
     known = pod.pool.facts.models["a"]
     assert known.sizes is not None

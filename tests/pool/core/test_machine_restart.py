@@ -10,7 +10,7 @@ from pool.core import events as ev
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
 from pool.core.states import GoalGeneration, ModelState
-from tests.pool.core.pod import GPU, MIB, Pod
+from tests.pool.core.pod import MIB, Pod
 
 S = ModelState
 
@@ -25,7 +25,6 @@ def restart(pod):
 
 
 def hear_all(pod):
-    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
     pod.say_memory()
     for engine in pod.supervisors.values():
         pod.handle(engine.said())
@@ -56,7 +55,6 @@ def test_turn_of_a_model_that_wakes_in_a_recovery_begins_with_its_open_door():
     pod = Pod(engines=2, total_bytes=1500 * MIB).start()
     pod.ask("a")
     restart(pod)
-    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
     pod.say_memory()
     pod.obey_goal(pod.supervisors["a0"])
     model = pod.pool.facts.models["a"]
@@ -94,7 +92,6 @@ def test_lost_file_adopts_what_lives_and_restarts_nothing():
     pod.in_flight["a"] = 1
     pod.pool = ModelPool(pod.setup, pod.now_ms, "a new era")
     pod.all.clear()
-    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
     pod.say_memory()
     pod.ask("b")
     pod.handle(pod.supervisors["a0"].said())

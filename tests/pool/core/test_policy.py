@@ -118,7 +118,7 @@ def test_head_that_nobody_can_help_blocks_nobody():
         stuck,
     ]
     devices = devices_of(models, {"0": 15})
-    devices = {"0": type(devices["0"])("0", 15 * GIB, 0, leaving_bytes=0)}
+    devices = {"0": type(devices["0"])("0", 15 * GIB, 15 * GIB, 0)}
     found = plan(NOW, models, devices, NO_MARGIN)
     assert isinstance(found.decisions["big"], Wait)
     assert "hung is unloading and holds 10.0 GiB" in found.decisions["big"].why

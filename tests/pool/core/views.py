@@ -89,8 +89,7 @@ def devices_of(models, totals, *, outside=None):
             for model in models
             if model.state in (ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING)
         )
-        used = booked + outside.get(name, 0) * GIB
-        found[name] = DeviceView(
-            name, total * GIB, total * GIB - used, leaving, outside.get(name, 0) * GIB
-        )
+        used = outside.get(name, 0) * GIB
+        usable = total * GIB - used  # without a margin
+        found[name] = DeviceView(name, total * GIB, usable, usable - booked, leaving, used)
     return found

@@ -92,7 +92,7 @@ def outside(world: World) -> None:
     device.parts.pop(("outside", ""), None)
     device.outside_bytes = min(rng.randint(0, 10), device.total_bytes - device.used_bytes)
     device.take(("outside", ""), device.outside_bytes)
-    world.timeline.after(rng.random() * 3000, world.pool.outside_changed, "gpu0")
+    world.timeline.after(rng.random() * 3000, world.pool.memory_changed, "gpu0")
 
 
 def lose_copy(world: World) -> None:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from pool.core.events import (
     DemandCame,
-    DeviceIs,
     EngineDead,
     EngineSaid,
     GatewayGone,
     LeaseAsked,
     LeaseOver,
+    MemoryIs,
     ModelDemand,
     OpenDoor,
     Order,
@@ -84,7 +84,7 @@ class Books:
                 self.demand[event.gateway] = dict(event.models)
             case GatewayGone(is_dead=True):
                 self.demand.pop(event.gateway, None)
-            case DeviceIs():
+            case MemoryIs():
                 self.outside[event.device] = event.outside_bytes
             case EngineSaid():
                 self.unheard.discard(event.engine)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from plumbing.pod.messages import Tier
-from pool.core.events import AskMemory, DeviceIs, MemoryIs
+from pool.core.events import AskMemory, MemoryIs
 from pool.core.states import HOST, EntryKind
 
 if TYPE_CHECKING:
@@ -181,15 +181,11 @@ class Memory:
 
 
 def seen_memory(world: World, name: str, asked: Mapping[str, int]) -> MemoryIs:
-    """What the memory service holds on this device, by model."""
+    """What the memory service holds on this device, by model, and what others use of it."""
+    device = world.devices[name]
     held = {
         (EntryKind(kind), owner): size
-        for (kind, owner), size in world.devices[name].parts.items()
+        for (kind, owner), size in device.parts.items()
         if kind in ("weights", "kv", "copy")
     }
-    return MemoryIs(name, held, dict(asked))
-
-
-def seen_device(world: World, name: str) -> DeviceIs:
-    device = world.devices[name]
-    return DeviceIs(device=name, total_bytes=device.total_bytes, outside_bytes=device.outside_bytes)
+    return MemoryIs(name, device.total_bytes, held, dict(asked), device.outside_bytes)

@@ -40,10 +40,11 @@ def saturated(seed: int) -> Callable[[], None]:
 
 
 SHOWN_BY: dict[str, Callable[[], None]] = {
-    "what is left of a turn counts from its drain": saturated(1),
+    "what is left of a turn counts from its drain": saturated(0),
     "a turn is protected": saturated(1),
     "no plan for a gone head": scenes.a_client_leaves_while_its_model_waits,
     "floors may be taken": scenes.two_models_hold_weights_and_wait_for_each_other,
+    "a drain outlives its engine": scenes.an_engine_dies_unheard_while_it_drains,
     "no deadline ends a recovery": scenes.the_pool_dies_while_a_model_rests,
     "backfill delays no head": scenes.a_small_model_comes_while_another_makes_room,
     "a fault of the machine is no model's": scenes.the_disk_is_full_while_a_model_loads,
@@ -113,7 +114,7 @@ def the_engines_count_alone(real: Any, *asked: Any) -> bool:
     return True
 
 
-@RULES.instead("a drain outlives its engine", "P5:", facts, "_died", 2110)
+@RULES.instead("a drain outlives its engine", "P5:", facts, "_died")
 def a_death_ends_a_drain(real: Any, pool: Facts, known: Model, *of: Any) -> Any:
     """Its goal is lowered before every gateway obeys the shut door."""
     if known.state is ModelState.DRAINING:

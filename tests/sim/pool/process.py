@@ -30,7 +30,7 @@ from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
 from pool.core.states import HOST
 from tests.sim.pool.law_plan import judged_plan
-from tests.sim.pool.memory import seen_device, seen_memory
+from tests.sim.pool.memory import seen_memory
 from tests.sim.pool.timeline import Line
 
 if TYPE_CHECKING:
@@ -78,10 +78,9 @@ class PoolProcess:
         )
         self.core = ModelPool(setup, now, f"era-{world.eras}", self.file, judged_plan)
         self.goals, self.doors, self.asked, self.answered = {}, {}, {}, {}
-        self.lines = {name: Line() for name in ("memory", "devices", "witnesses")}
+        self.lines = {name: Line() for name in ("memory", "witnesses")}
         world.law.pool_started()
         for name in world.devices:
-            self.send("devices", seen_device(world, name))
             self.memory_changed(name)
         for engine in world.engines.values():
             for incarnation in engine.dead:
@@ -278,9 +277,6 @@ class PoolProcess:
         self.world.memory_changed(effect.model)
         if HOST in self.world.devices:
             self.memory_changed(HOST)
-
-    def outside_changed(self, device: str) -> None:
-        self.send("devices", seen_device(self.world, device))
 
     def lease_asks(self, asked: LeaseAsked) -> None:
         self.send("witnesses", asked)

@@ -81,10 +81,28 @@ def a_client_leaves_while_its_model_waits() -> None:
 
 def two_models_hold_weights_and_wait_for_each_other() -> None:
     """Both turn out larger than they were believed to be, when they have loaded."""
-    world = SceneWorld((1, 8, 6), (1, 8, 6), estimates=((1, 5, 2), (1, 5, 2)))
+    world = SceneWorld((1, 8, 6), (1, 8, 6), estimates=((1, 6, 2), (1, 6, 2)))
     world.ask("m0")
     world.ask("m1")
     settle(world)
+
+
+def an_engine_dies_unheard_while_it_drains() -> None:
+    """m0 drains for m1. The gateway does not hear it, and m0's next incarnation serves behind the
+    open door before the pool hears of the death. It has no request any more when it does."""
+    world = SceneWorld((1, 2, 12), (1, 2, 12))
+    world.ask("m0", 28_000.0)
+    world.pass_time(20_000)
+    world.ask("m1")
+    world.pass_time(4_000)
+    world.spans["link"] = 5_000.0
+    world.pool.unlink_gateway(world.gateways[0])
+    world.pass_time(500)
+    world.spans["link"] = 2_000.0
+    world.pool.unlink(world.engines["m0.a"])
+    world.pass_time(1_000)
+    world.engines["m0.a"].die()
+    world.pass_time(3_000)
 
 
 def the_pool_dies_while_a_model_rests() -> None:
@@ -136,6 +154,7 @@ def the_disk_is_full_while_a_model_loads() -> None:
 SCENES: tuple[Callable[[], None], ...] = (
     a_client_leaves_while_its_model_waits,
     two_models_hold_weights_and_wait_for_each_other,
+    an_engine_dies_unheard_while_it_drains,
     the_pool_dies_while_a_model_rests,
     a_small_model_comes_while_another_makes_room,
     the_disk_is_full_while_a_model_loads,
