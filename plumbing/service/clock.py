@@ -6,7 +6,9 @@ times of processes on one machine can be compared; those of two machines cannot.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
@@ -31,6 +33,32 @@ class SystemClock:
 
     def wall(self) -> datetime:
         return datetime.now(UTC)
+
+
+class Timer:
+    """Calls `callback` once for all that asks for it, at the earliest time that was asked for."""
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self._callback = callback
+        self._handle: asyncio.TimerHandle | None = None
+        self._at_s = 0.0
+
+    def soon(self, delay_s: float) -> None:
+        """Call it not later than in `delay_s`."""
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + delay_s
+        if self._handle is None or at_s < self._at_s:
+            self.cancel()
+            self._handle, self._at_s = loop.call_at(at_s, self._due), at_s
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _due(self) -> None:
+        self._handle = None
+        self._callback()
 
 
 def moment(mono_ms: float, clock: Clock) -> dict[str, Any]:

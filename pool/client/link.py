@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Callable, Mapping
 
 from plumbing.pod.paths import pool_socket
+from plumbing.service.clock import Timer
 from plumbing.wire.connection import Connection, KeptConnection
 from plumbing.wire.messages import Catalogue, Message
 from pool.core.events import ModelDemand
@@ -31,28 +32,11 @@ class KeptLink(KeptConnection):
         """Connect later, in `start` or `run`."""
         super().__init__(path, catalogue)
         self.problem = "not connected yet"
-        self._due: asyncio.TimerHandle | None = None
-        self._due_s = 0.0
+        self._looks = Timer(lambda: self.look())
+        self.look_soon, self.forget_look = self._looks.soon, self._looks.cancel
 
     def look(self) -> None:
         """Ask how things are, if it is connected."""
-
-    def look_soon(self, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        at_s = loop.time() + delay_s
-        if self._due is None or at_s < self._due_s:
-            self.forget_look()
-            self._due, self._due_s = loop.call_at(at_s, self._look_now), at_s
-
-    def _look_now(self) -> None:
-        self.forget_look()
-        self.look()
-
-    def forget_look(self) -> None:
-        """What was to be looked at has been, or is no more."""
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
 
     def start(self) -> asyncio.Task[None]:
         """Stay connected until the task is cancelled."""

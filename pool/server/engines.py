@@ -29,6 +29,7 @@ from plumbing.pod.messages import (
     Tier,
 )
 from plumbing.pod.paths import engine_socket
+from plumbing.service.clock import Timer
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
@@ -150,7 +151,8 @@ class WitnessWatch:
         self._heard: dict[str, tuple[str, witness.WitnessFile]] = {}  # by incarnation
         self._suspects: set[str] = set()  # incarnations whose witness is tried now
         self._newest_s = 0.0  # when the last reason to try has come
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer(self._try)
+        self.close = self._timer.cancel
 
     def heard(self, engine: str, incarnation: str) -> None:
         """This incarnation lives; there is a reason to think that earlier ones of its engine are
@@ -174,27 +176,19 @@ class WitnessWatch:
         """Its supervisor has stopped it: answer once all of its processes are dead."""
         self._asked[engine] = number
         self._newest_s = asyncio.get_running_loop().time()
-        self.close()  # the next try may be far
         self.suspect(engine)
 
     def withdraw(self, engine: str) -> None:
         """It may start again."""
         self._asked.pop(engine, None)
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _arm(self) -> None:
-        if self._timer is None and (self._suspects or self._asked):
-            loop = asyncio.get_running_loop()
-            waited_s = loop.time() - self._newest_s
+        if self._suspects or self._asked:
+            waited_s = asyncio.get_running_loop().time() - self._newest_s
             delay_s = max(DENSE_S if self._asked else SLOW_S, waited_s / 100)
-            self._timer = loop.call_later(min(delay_s, RARE_S), self._try)
+            self._timer.soon(min(delay_s, RARE_S))
 
     def _try(self) -> None:
-        self._timer = None
         for incarnation in tuple(self._suspects):
             engine, file = self._heard[incarnation]
             if self._is_free(file):

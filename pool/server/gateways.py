@@ -8,11 +8,10 @@ all of them obey it.
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import Callable, Mapping
 
 from plumbing.errors import UnderstudyError
+from plumbing.service.clock import Timer
 from plumbing.wire.connection import Connection
 from plumbing.wire.peer import ProcessWatch
 from pool.core.events import GatewayGone, PoolEvent, SetModelDoor
@@ -36,8 +35,7 @@ class PoolGateways:
         self._doors, self._feed = doors, feed
         self._processes = ProcessWatch(self._ended)
         self.conns: dict[str, Connection] = {}  # by gateway
-        self._due: asyncio.Handle | None = None
-        self._is_urgent = False
+        self._timer = Timer(self._tell)
 
     def said(self, conn: Connection, message: DemandMsg) -> None:
         """
@@ -70,21 +68,13 @@ class PoolGateways:
     def tell(self, *, is_urgent: bool) -> None:
         """Doors have changed: tell all, once for what changes together. Not urgent is what makes no
         gateway act, such as reasons and states."""
-        if self._due is not None and is_urgent and not self._is_urgent:
-            self._due.cancel()
-            self._due = None
-        if self._due is None:
-            loop = asyncio.get_running_loop()
-            later = loop.call_soon if is_urgent else functools.partial(loop.call_later, SHOWN_S)
-            self._due, self._is_urgent = later(self._tell), is_urgent
+        self._timer.soon(0.0 if is_urgent else SHOWN_S)
 
     def close(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
+        self._timer.cancel()
         self._processes.close()
 
     def _tell(self) -> None:
-        self._due = None
         if self.conns:
             doors = DoorsMsg(dict(self._doors()))
             for conn in tuple(self.conns.values()):

@@ -7,7 +7,6 @@ granted memory need not be.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -16,6 +15,7 @@ from msgspec import Struct
 
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
+from plumbing.service.clock import Timer
 from plumbing.wire.connection import Connection
 from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
 from pool.messages import LeaseGrantedMsg, LeaseMsg
@@ -45,7 +45,8 @@ class LeaseDesk:
     ) -> None:
         self._directory, self._devices, self._feed = directory, devices, feed
         self.leases: dict[str, HeldLease] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer(self._look)
+        self.close = self._timer.cancel
 
     def recover(self, granted: Iterable[str]) -> None:
         """Those that were granted before this pool started. Who has waited asks again. A file that
@@ -105,19 +106,12 @@ class LeaseDesk:
             held.conn = None
             self._look()
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
     def _arm(self) -> None:
-        if self._timer is None and self.leases:
-            self._timer = asyncio.get_running_loop().call_later(TRY_S, self._look)
+        if self.leases:
+            self._timer.soon(TRY_S)
 
     def _look(self) -> None:
         """End those whose processes are all dead."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         for lease, held in tuple(self.leases.items()):
             if witness.discard(self._path(lease), held.dev, held.ino):
                 del self.leases[lease]

@@ -26,7 +26,7 @@ from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, Usag
 from plumbing.pod.messages import Tier
 from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import pool_socket, pool_state
-from plumbing.service.clock import SystemClock, moment
+from plumbing.service.clock import SystemClock, Timer, moment
 from plumbing.service.events import EventLog
 from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 from plumbing.service.http import HttpServer, Probe
@@ -77,8 +77,7 @@ class PoolServer(Handler):
         self.troubles: list[Callable[[], str | None]] = [lambda: self.server.problem]
         self._inbox: deque[ev.PoolEvent] = deque()
         self._effects: deque[ev.PoolEffect] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-        self._ticker: asyncio.TimerHandle | None = None
+        self._timer, self._ticker = Timer(self._due), Timer(self._tick)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -137,9 +136,8 @@ class PoolServer(Handler):
 
     async def close(self) -> None:
         """Stop. Nothing is told: engines and gateways go on with what they were told."""
-        for timer in (self._timer, self._ticker):
-            if timer is not None:
-                timer.cancel()
+        self._timer.cancel()
+        self._ticker.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -258,12 +256,10 @@ class PoolServer(Handler):
         self._rearm(min(max(delay_s, DUE_S_MIN), DUE_S_MAX))
 
     def _rearm(self, delay_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._due)
+        self._timer.cancel()
+        self._timer.soon(delay_s)
 
     def _due(self) -> None:
-        self._timer = None
         if self._effects:
             self._perform()
             if self._effects:
@@ -275,7 +271,7 @@ class PoolServer(Handler):
         self.feed(ev.PoolTick())
 
     def _tick(self) -> None:
-        self._ticker = asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
+        self._ticker.soon(SAMPLE_S)
         self.memory.sample()
         self.metrics.look(self.facts.models, self.facts.demand)
 
