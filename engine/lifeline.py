@@ -1,5 +1,5 @@
 """The page that a process of a backend shares with its supervisor: early notice of its death,
-before the kernel has freed its memory, and a counter of its progress.
+before the kernel has freed its memory, and what it counts.
 
 A pidfd becomes readable, and a connection ends, when a dying process has released its memory: after
 50 to 150 ms for each 500 MB, and far more on a busy machine. A robust futex is marked before
@@ -11,9 +11,9 @@ The surprising thing: the mutex belongs to the thread that locked it, so only th
 since its end is the end of the process. The page is never unmapped: the C library keeps its
 address.
 
-The counter is there because a supervisor must not take an engine for hung that makes tokens but
-answers late. The process that hands tokens to clients advances it, for each token and each step of
-prefill, also of what is computed again.
+A supervisor must not take an engine for hung that makes tokens but answers late, so it sees them
+counted here. The process that hands tokens to clients counts each token and each step of prefill,
+also of what is computed again; the one that keeps the index of KV memory counts blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import struct
 import threading
 from collections.abc import Callable
 
+from engine.messages import Counts
 from plumbing.errors import ProtocolError
 from plumbing.wire.fds import OwnedFd
 
@@ -44,7 +45,7 @@ SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 
 # A read behind a shortened file would end the supervisor with SIGBUS.
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-COUNTER_AT = 1024  # far from the mutex; aligned, so written in one piece
+COUNTS_AT = 1024  # far from the mutex; aligned, so each is written in one piece
 ATTRIBUTES_BYTES = 64  # more than a pthread_mutexattr_t takes anywhere
 # A timespec: how often the watching thread looks whether it is closed, should a wake-up be missed.
 RECHECK = struct.pack("@ll", 5, 0)
@@ -53,8 +54,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _held: list[mmap.mmap] = []  # the pages of this process's lifelines
 
 
-def hold() -> tuple[OwnedFd, ctypes.c_uint64]:
-    """This process's page, as a descriptor for its supervisor, and its counter.
+def hold() -> tuple[OwnedFd, Counts]:
+    """This process's page, as a descriptor for its supervisor, and its counts.
 
     The caller owns the descriptor. It is no lifeline off the main thread, and on an unknown machine
     or C library: the death is then seen a little later, by a pidfd.
@@ -69,7 +70,7 @@ def hold() -> tuple[OwnedFd, ctypes.c_uint64]:
         _held.append(page)
         if SYS_FUTEX is not None and threading.current_thread() is threading.main_thread():
             _lock(page)
-        return fd.duplicate(), ctypes.c_uint64.from_buffer(page, COUNTER_AT)
+        return fd.duplicate(), Counts.from_buffer(page, COUNTS_AT)
 
 
 def _lock(page: mmap.mmap) -> None:
@@ -93,7 +94,7 @@ def _lock(page: mmap.mmap) -> None:
 
 class LifelineWatch:
     """Calls `on_dying` once, on the loop, when the holder of a lifeline begins to die.
-    `progress` is the holder's counter.
+    `counts` are the holder's.
 
     Needs a thread, which sleeps: futex(2) has no descriptor that a loop could poll. Without one, as
     with a page that is no lifeline, nothing is called.
@@ -114,7 +115,7 @@ class LifelineWatch:
         _check(lifeline)
         page = mmap.mmap(lifeline, mmap.PAGESIZE)
         self._futex = ctypes.c_uint32.from_buffer(page)
-        self.progress = ctypes.c_uint64.from_buffer(page, COUNTER_AT)
+        self.counts = Counts.from_buffer(page, COUNTS_AT)
         if SYS_FUTEX is not None and self._futex.value:
             with contextlib.suppress(RuntimeError):  # no thread is left
                 threading.Thread(target=self._run, name="lifeline", daemon=True).start()

@@ -3,12 +3,14 @@
 Two protocols with the frames of `plumbing.wire`. CHANNEL runs over a socketpair between the
 supervisor and the backend's main process. CONTROL is the Unix socket `engine_<id>.sock`, where
 every process of the backend registers and where users ask for status, drain, rehearse deaths. Must
-not know what a message leads to: that is `engine/core`.
+not know what a message leads to: that is `engine/core`. What a process shows without a message is
+`Counts`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import ctypes
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
@@ -22,7 +24,6 @@ from plumbing.service.clock import SystemClock
 from plumbing.wire.messages import Catalogue, Message
 
 INT64_MAX = 2**63 - 1
-NO_ERA = "0" * 16  # of a lock server that knows no eras; its tokens compare with none
 RANKS_MAX = 64  # one engine's tensor-parallel cohort in one pod; a node has 8 or 16 devices
 PID_MAX = 2**22  # PID_MAX_LIMIT, include/linux/threads.h
 
@@ -36,6 +37,19 @@ Rank = Annotated[int, Meta(ge=0, le=RANKS_MAX - 1)]
 Pid = Annotated[int, Meta(ge=1, le=PID_MAX)]
 KvMemoryKind = Literal["gms", "private"]
 
+
+class Counts(ctypes.Structure):
+    """Of one process, on the page that it shares with the supervisor (`lifeline.py`): `progress` of
+    generation; requests `rejected`; tokens `replayed` of resumed requests, which another engine had
+    made; KV blocks `published` for the next engine since the wake, and those `kept` that it would
+    find now."""
+
+    _fields_: ClassVar[Any] = [
+        (name, ctypes.c_uint64)
+        for name in ("progress", "rejected", "replayed", "published", "kept")
+    ]
+
+
 # ---------------------------------------------------------------- supervisor → backend, and answers
 
 
@@ -48,7 +62,7 @@ class WakeMsg(Message, frozen=True, tag="wake"):
 
     FDS = (1, 1)
     token: Count
-    era: Era = NO_ERA  # of the token: it compares with tokens of the same era only
+    era: Era  # of the token: it compares with tokens of the same era only
 
 
 class WokenMsg(Message, frozen=True, tag="woken"):
@@ -82,15 +96,7 @@ class HealthMsg(Message, frozen=True, tag="health"):
 
 
 class HealthyMsg(Message, frozen=True, tag="healthy"):
-    """`replayed` are the tokens of resumed requests that another engine had made.
-    `published_blocks` counts those that the next engine was told of since the wake,
-    `kept_blocks` those that it would find now."""
-
     in_flight: Count
-    rejected: Count = 0
-    replayed: Count = 0
-    published_blocks: Count = 0
-    kept_blocks: Count = 0
 
 
 class DrainMsg(Message, frozen=True, tag="drain"):
@@ -147,9 +153,8 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
 
     `warnings` are for users: settings that work, at a cost they may not expect. `continuation` is
     `continuation_id` of `plumbing.gateway_protocol.Hello`: streams continue only at an engine with
-    an equal one. It is empty where none can be continued. `can_rest`: it can be asked to `rest`;
-    `can_offload`: also to `place_weights`; if not, `cannot_offload` may have the reason, as part
-    of a sentence.
+    an equal one. It is empty where none can be continued. `can_rest`: it can be asked to `rest`,
+    and to `place_weights` unless `cannot_offload` has a reason, as part of a sentence.
     """
 
     weights_bytes: Count
@@ -158,8 +163,7 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     warnings: tuple[Sentence, ...] = ()
     continuation: ContinuationId = ""
     can_rest: bool = False
-    can_offload: bool = False
-    cannot_offload: Sentence = ""
+    cannot_offload: Sentence = "its backend cannot release its weights"
 
 
 CHANNEL = Catalogue(
@@ -187,11 +191,10 @@ class RegisterMsg(Message, frozen=True, tag="register"):
 
 
 class MayLoadMsg(Message, frozen=True, tag="may_load"):
-    """A rank asks for its weights. Answered by `load` once it may proceed, which can take hours
-    while another engine is loading: watch for the end of the connection, not a clock."""
+    """One of `ranks` asks for its weights. Answered by `load` once it may proceed, which can take
+    hours while another engine is loading: watch for the end of the connection, not a clock."""
 
     incarnation: Id
-    rank: Rank
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
 
 
@@ -229,9 +232,9 @@ class FaultReportMsg(Message, frozen=True, tag="fault_report"):
     is_machine: bool = False
 
 
-class LeaveMsg(Message, frozen=True, tag="drain", omit_defaults=True):
+class LeaveMsg(Message, frozen=True, tag="drain"):
     """As SIGTERM: leave the queue, or drain, then exit. Answered by `ok` at once. `finish`: no
-    stream is left to the next engine; a supervisor that does not know it never leaves any."""
+    stream is left to the next engine."""
 
     finish: bool = False
 

@@ -376,7 +376,7 @@ LINES_MAX = {
     "plumbing": 6_195,
     "lockserver": 5_960,
     "gms": 8_480,
-    "engine": 15_935,
+    "engine": 15_730,
     "gateway": 9_865,
     "pool": 6_680,
     "understudy": 7_675,

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class BackendHandler(Protocol):
     """The requests to a prepared backend. Each may raise UnderstudyError."""
 
-    async def wake(self, token: int, listening: OwnedFd, *, era: str = msg.NO_ERA) -> msg.WokenMsg:
+    async def wake(self, token: int, era: str, listening: OwnedFd) -> msg.WokenMsg:
         """Take KV memory; keep a copy of the listening socket for `serve`."""
         ...
 
@@ -36,8 +36,9 @@ class BackendHandler(Protocol):
 
     async def serve(self) -> None: ...
 
-    def health(self) -> msg.HealthyMsg:
-        """Immediately, whatever else is in progress."""
+    @property
+    def in_flight(self) -> int:
+        """How many requests; immediately, whatever else is in progress."""
         ...
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None: ...
@@ -73,7 +74,7 @@ class Channel(Handler):
             close_all(fds)
             raise ProtocolError("engine.backend_phase", f"{message.TYPE} arrived before `prepared`")
         if isinstance(message, msg.HealthMsg):  # immediately
-            conn.send(self.backend.health(), request_id)
+            conn.send(msg.HealthyMsg(self.backend.in_flight), request_id)
             return
         task = asyncio.get_running_loop().create_task(
             self._answer(conn, self.backend, message, request_id, fds)
@@ -111,7 +112,7 @@ class Channel(Handler):
     ) -> Message:
         match message:
             case msg.WakeMsg():
-                woken = await backend.wake(message.token, fds[0], era=message.era)
+                woken = await backend.wake(message.token, message.era, fds[0])
                 self._canary = asyncio.ensure_future(backend.run_canary())
                 return woken
             case msg.ServeMsg() if self._canary is not None:

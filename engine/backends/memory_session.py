@@ -22,6 +22,7 @@ from engine.backends.process import MODEL_ENV, BackendProcess
 from engine.kv.adopter import Adoption, adoptable
 from engine.kv.layout import IndexHeader, IndexPage
 from engine.kv.writer import IndexWriter
+from engine.messages import Counts
 from gms.client import (
     ADOPTED,
     ADOPTING,
@@ -68,9 +69,9 @@ def place_on(device: str) -> str:
 
 
 def attach(
-    member: BackendProcess, device: str, mode: str, identity: Mapping[str, Any], rank: int
+    member: BackendProcess, device: str, identity: Mapping[str, Any], rank: int, ranks: int
 ) -> Reader | Writer:
-    """Open the session; wait for a service that cannot be reached.
+    """Open the session, once the supervisor permits it; wait for a service that cannot be reached.
 
     Raises:
         UnreachableError: there was no service for `RESTART_WAIT_S`.
@@ -79,7 +80,7 @@ def attach(
     request = messages.AttachMsg(
         engine=member.engine,
         incarnation=member.incarnation,
-        mode=mode,
+        mode=member.may_load(WAIT_S, ranks).mode,
         identity=dict(identity),
         rank=rank,
         wait_ms=round(WAIT_S * 1000),
@@ -239,9 +240,15 @@ class KeptPools:
     Their owner closes the leases."""
 
     def __init__(
-        self, leases: Sequence[KvLease], headers: Sequence[IndexHeader], *, may_adopt: bool
+        self,
+        leases: Sequence[KvLease],
+        headers: Sequence[IndexHeader],
+        *,
+        may_adopt: bool,
+        counts: Counts,
     ) -> None:
-        """Adopt or begin empty, before the first step."""
+        """Adopt or begin empty, before the first step. `counts` of this process are kept up to
+        date."""
         self.leases = leases
         self._pages = [page_of(each) for each in leases]
         incarnation = leases[0].claim.incarnation
@@ -252,7 +259,7 @@ class KeptPools:
             self._mark(ADOPTING)
         self.adopted, self.why_empty = adoption.records, adoption.why_empty
         cohort = secrets.token_hex(16)
-        self.writer = IndexWriter(self._pages, headers, incarnation, cohort, adoption)
+        self.writer = IndexWriter(self._pages, headers, incarnation, cohort, adoption, counts)
 
     def trust(self) -> None:
         """The canary has passed on what was adopted."""
@@ -269,6 +276,7 @@ class KeptPools:
         do this has not died of what it adopted."""
         self.writer.prove()
         self.writer.close()
+        self.writer.counts.published = self.writer.counts.kept = 0
         for page in self._pages:
             page.release()
 

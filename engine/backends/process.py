@@ -9,7 +9,6 @@ inherits it and counts for the lock server, as any process that may use the devi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import socket
@@ -53,8 +52,8 @@ class BackendProcess:
     """A process of the tree of `incarnation`, known to its supervisor as `name`.
 
     `seat` is its place on the serving file: to be joined before it accepts or maps KV memory, and
-    left after it can do neither. None: this engine cannot hand over in place, nor rest. `progress`
-    is the counter that the supervisor sees (`engine/lifeline.py`).
+    left after it can do neither. None: this engine cannot hand over in place, nor rest. `counts`
+    are seen by the supervisor.
     """
 
     name: str
@@ -62,18 +61,16 @@ class BackendProcess:
     incarnation: str
     control: BlockingClient
     seat: serving.ServingSeat | None = None
-    progress: ctypes.c_uint64 = field(default_factory=ctypes.c_uint64)
+    counts: msg.Counts = field(default_factory=msg.Counts)
 
-    def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> msg.LoadMsg:
+    def may_load(self, timeout_s: float, ranks: int = 1) -> msg.LoadMsg:
         """Wait until this rank may load its weights; the reply has the mode.
 
         Raises:
             WaitTimeoutError: another engine has been loading for longer than `timeout_s`.
             UnreachableError: the supervisor is gone.
         """
-        reply = self.control.request(
-            msg.MayLoadMsg(self.incarnation, rank=rank, ranks=ranks), timeout_s=timeout_s
-        )
+        reply = self.control.request(msg.MayLoadMsg(self.incarnation, ranks), timeout_s=timeout_s)
         assert isinstance(reply.message, msg.LoadMsg)
         return reply.message
 
@@ -115,10 +112,10 @@ def enter(name: str) -> BackendProcess:
     witness.join(witness_path)
     seat = _seat()
     control = BlockingClient(_required(ENGINE_SOCKET_ENV), msg.CONTROL)
-    page, progress = lifeline.hold()
+    page, counts = lifeline.hold()
     register = msg.RegisterMsg(incarnation, name, os.getpid())
     control.request(register, [page], timeout_s=ANSWER_TIMEOUT_S)
-    return BackendProcess(name, engine, incarnation, control, seat, progress)
+    return BackendProcess(name, engine, incarnation, control, seat, counts)
 
 
 def _seat() -> serving.ServingSeat | None:

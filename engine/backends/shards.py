@@ -171,6 +171,11 @@ def identity_of(shards: Iterable[Shard]) -> dict[str, Any]:
     }
 
 
+def same_on_every_rank(identity: dict[str, Any]) -> dict[str, Any]:
+    """The part of an identity in which the ranks of one engine must not differ."""
+    return {name: value for name, value in identity.items() if name != "rank"}
+
+
 def digest_of(facts: Any) -> str:
     """What processes compare in place of `facts`, which are JSON but for what has a text."""
     text = json.dumps(facts, sort_keys=True, default=str)

@@ -31,6 +31,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from plumbing.text import duration
+
 HANG_MS = 3_000
 # Of a machine that swaps, or of another engine that is being launched: half a minute of silence has
 # been seen to end by itself, and a relaunch takes about as long.
@@ -63,13 +65,13 @@ class Patience:
         return stretched_ms if signs.has_standby else max(stretched_ms, self.hang_alone_ms)
 
     def explain(self, signs: Signs) -> str:
-        """`budget 6.3 s: 3 s, stretched 2.1 times by a CPU pressure of 52 %`."""
+        """`budget 6.3s: 3s, stretched 2.1 times by a CPU pressure of 52 %`."""
         budget_ms, factor = self.budget_ms(signs), stretch(signs.pressure)
-        text = f"budget {seconds(budget_ms)}"
+        text = f"budget {duration(budget_ms)}"
         if budget_ms > self.hang_ms * factor:
             return f"{text}: no standby is ready"
         if factor >= 1.05:
-            text += f": {seconds(self.hang_ms)}, stretched {factor:.1f} times by a CPU pressure"
+            text += f": {duration(self.hang_ms)}, stretched {factor:.1f} times by a CPU pressure"
             text += f" of {100 * (signs.pressure or 0):.0f} %"
         return text
 
@@ -81,11 +83,6 @@ def stretch(pressure: float | None) -> float:
     """How many times longer everything may take: 1 without pressure, twice at one half."""
     left = 1 - min(1.0, max(0.0, pressure or 0.0))
     return STRETCH_MAX if left * STRETCH_MAX <= 1 else 1 / left
-
-
-def seconds(ms: float) -> str:
-    """`3 s`, `7.5 s`."""
-    return f"{round(ms / 1000, 1):g} s"
 
 
 ANSWER_MS = 1_000
@@ -163,7 +160,7 @@ class GenerationHealth:
         self._see(now_ms, signs)
         self._next_look_ms = now_ms + self._interval_ms
         if self._is_mute(now_ms):
-            silent = seconds(now_ms - self._sign_ms)
+            silent = duration(now_ms - self._sign_ms)
             return self._verdict(f"the backend did not answer and made no token in {silent}")
         actions = []
         if self._asked_ms is None and now_ms >= self._next_ask_ms:
@@ -195,10 +192,10 @@ class GenerationHealth:
         budget_ms = self._patience.budget_ms(self._signs)
         if has_work and self._silent_ms is not None and self._silent_ms >= budget_ms:
             requests = "1 request" if in_flight == 1 else f"{in_flight} requests"
-            silent = seconds(self._silent_ms)
+            silent = duration(self._silent_ms)
             return self._verdict(f"{requests} in flight and no token in {silent}")
         if self._canary_ms is not None and now_ms - self._canary_ms >= budget_ms:
-            silent = seconds(now_ms - self._canary_ms)
+            silent = duration(now_ms - self._canary_ms)
             return self._verdict(f"the idle canary made no token in {silent}")
         return None
 

@@ -31,7 +31,6 @@ class Loading:
     def __init__(self, role: Role) -> None:
         self._role = role
         self.ranks = 1  # how many there are, by what they reported
-        self._waiting: list[int] = []
         self._attached: dict[int, dict[str, Any]] = {}
         self._places: dict[int, str] = {}  # where each rank has its weights, in a pod with models
         self._has_asked = False
@@ -55,24 +54,16 @@ class Loading:
         return self._has_asked and self._role.may_write and not is_done
 
     @property
-    def is_waiting(self) -> bool:
-        return bool(self._waiting)
-
-    @property
     def mode(self) -> str:
         return MODE_WRITE if self._role.may_write else MODE_READ
 
-    def asked(self, rank: int, ranks: int) -> None:
-        """A rank asks for its weights."""
+    def asked(self, ranks: int) -> None:
+        """One of so many ranks asks for its weights."""
         self._has_asked, self.ranks = True, ranks
-        self._waiting.append(rank)
 
-    def permitted(self, *, has_loader: bool) -> list[int]:
-        """Which ranks may load now that did not know yet; in `mode`."""
-        if self._role.may_write and not has_loader:
-            return []
-        ranks, self._waiting = self._waiting, []
-        return ranks
+    def is_permitted(self, *, has_loader: bool) -> bool:
+        """Whether ranks that have asked may load now, in `mode`."""
+        return has_loader or not self._role.may_write
 
     def attached(self, rank: int, identity: dict[str, Any], place: str = "") -> str | None:
         """A rank has its weights mapped: what is wrong with them, if anything."""

@@ -61,21 +61,12 @@ class View:
     is_cold: bool = False  # it is not launched, because its goal is `cold`
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeAnswer:
-    """Yes or no, one word why, and the rule that decided."""
-
-    ok: bool
-    reason: str
-    rule: Rule
-
-
-def answer(endpoint: str, view: View) -> ProbeAnswer:
-    """The answer of `endpoint` ("startup", "live", "ready", "serving"), with its reason."""
-    rule = TABLE[endpoint][view.state]
+def objection(endpoint: str, view: View) -> str:
+    """Why `endpoint` ("startup", "live", "ready", "serving") is not answered with 200, in one word;
+    "" if it is."""
     first = "" if view.was_started else "never_standby_yet"
     spent = "budget_spent" if view.is_budget_spent else ""
-    objections = {  # why the rule does not allow a 200, in one word; "" if it does
+    objections = {
         Rule.YES: "",
         Rule.NO: f"is_{view.state}",
         Rule.UNLESS_FIRST: first,
@@ -85,5 +76,4 @@ def answer(endpoint: str, view: View) -> ProbeAnswer:
         Rule.WHILE_HEALTHY: "" if view.is_healthy else "generation_unhealthy",
         Rule.UNLESS_CRASH_LOOP: "crash_loop" if view.is_crash_loop else spent,
     }
-    objection = objections[rule]
-    return ProbeAnswer(not objection, objection or view.state.value, rule)
+    return objections[TABLE[endpoint][view.state]]

@@ -31,14 +31,6 @@ class Death:
     held_lock: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
-    """When the next launch is due, and what it waits for."""
-
-    at_ms: float
-    reason: str
-
-
 @dataclass(slots=True, kw_only=True)
 class Relaunch:
     """The deaths so far, and when the next launch is due."""
@@ -81,17 +73,17 @@ class Relaunch:
         doubled = self.backoff_first_ms << min(self.failures - 1, 32)
         return min(doubled, self.backoff_max_ms)
 
-    def due(self) -> Due:
-        """When to launch."""
+    def due(self) -> tuple[float, str]:
+        """When the next launch is due, and what it waits for."""
         last = self._last
         if last is None:
-            return Due(0.0, "first launch")
+            return 0.0, "first launch"
         backoff = last.at_ms + (MACHINE_RETRY_MS if last.is_machine else self.backoff_ms)
         pause = last.at_ms + (self.yield_ms if last.held_lock else 0)
         if pause > backoff:
-            return Due(pause, "leaving the machine to the engine that takes over")
+            return pause, "leaving the machine to the engine that takes over"
         if last.is_machine:
-            return Due(backoff, "retrying every second: the machine is at fault, not the engine")
+            return backoff, "retrying every second: the machine is at fault, not the engine"
         if self.failures:
-            return Due(backoff, f"backing off after {self.failures} failures before standby")
-        return Due(backoff, "at once")
+            return backoff, f"backing off after {self.failures} failures before standby"
+        return backoff, "at once"

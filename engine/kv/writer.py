@@ -30,6 +30,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from engine.kv.adopter import Adoption
 from engine.kv.layout import HASH_BYTES, IndexHeader, IndexPage, RecordFields, incarnation_word
+from engine.messages import Counts
 from plumbing.errors import InvariantError
 
 Publication = tuple[int, int, bytes, int, int]
@@ -54,9 +55,11 @@ class IndexWriter:
         incarnation: str,
         cohort: str,
         adoption: Adoption | None = None,
+        counts: Counts | None = None,
     ) -> None:
         """`cohort` names new content: random, and never used before. `adoption` as `adoptable`
-        gave it for the same pages and headers, after every rank has agreed."""
+        gave it for the same pages and headers, after every rank has agreed. `counts` are kept up
+        to date."""
         if not 0 < headers[0].blocks <= pages[0].capacity:
             raise InvariantError(f"{headers[0].blocks} blocks in an index of {pages[0].capacity}")
         self._page = pages[0]
@@ -64,11 +67,9 @@ class IndexWriter:
         self._clears = 0
         self.is_closed = False
         self._sequence = 0
-        self.published = 0
-        """Publications of this writer, for `status`."""
+        self.counts = counts or Counts()
+        self.counts.published = 0
         self._is_kept = bytearray(headers[0].blocks)
-        self.kept = 0
-        """Blocks of the index that the next engine would find now, for `status`."""
         self._incarnation = incarnation_word(incarnation)
         self._adopted: set[int] = set()  # until one of them is read
         self._steps_to_proof = 0  # while it is blamed for a death
@@ -79,7 +80,7 @@ class IndexWriter:
             self._adopted = {record.block for record in adoption.records}
             for block in self._adopted:
                 self._is_kept[block] = 1
-            self.kept = len(self._adopted)
+        self.counts.kept = len(self._adopted)
 
     def use(self, block: int) -> int:
         """The number of the present use of a block, for a later `publish`."""
@@ -91,7 +92,7 @@ class IndexWriter:
             raise InvariantError(f"block {block} is handed out after its index was closed")
         self._uses[block] += 1
         self._page.erase(block)
-        self.kept -= self._is_kept[block]
+        self.counts.kept -= self._is_kept[block]
         self._is_kept[block] = 0
         if self._adopted:
             self._adopted.discard(block)
@@ -112,9 +113,9 @@ class IndexWriter:
                 raise InvariantError(f"a block hash of {len(block_hash)} bytes")
             self._sequence += 1
             records.append((block, block_hash, group, tokens, self._sequence))
-            self.kept += not self._is_kept[block]
+            self.counts.kept += not self._is_kept[block]
             self._is_kept[block] = 1
-        self.published += len(records)
+        self.counts.published += len(records)
         self._page.write_records(records)
         return len(records)
 
@@ -127,7 +128,7 @@ class IndexWriter:
             self._page.raise_generation()
             self._clears += 1
             self._is_kept = bytearray(len(self._is_kept))
-            self.kept = 0
+            self.counts.kept = 0
             self._adopted.clear()
 
     def rely_on(self, blocks: Iterable[int]) -> None:
@@ -176,14 +177,6 @@ class KeptIndex:
         self._writer: IndexWriter | None = None
         self._fresh: dict[int, tuple[str, Publication]] = {}  # by block; with the owner
         self._steps: deque[tuple[object, list[Publication]]] = deque()  # in flight
-
-    @property
-    def published(self) -> int:
-        return self._writer.published if self._writer is not None else 0
-
-    @property
-    def kept(self) -> int:
-        return self._writer.kept if self._writer is not None else 0
 
     def open(self, writer: IndexWriter) -> None:
         """Before the first step, with no step in flight."""

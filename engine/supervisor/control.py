@@ -21,6 +21,7 @@ from engine.core.lifecycle import HOLDING, tier_of
 from engine.supervisor.engine import Engine
 from engine.supervisor.hub import shortage
 from engine.supervisor.incarnation import Incarnation
+from engine.supervisor.settings import HOST_PREFIX
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.pod.messages import EngineReportMsg, PoolWord, SetGoalMsg, Tier
@@ -34,7 +35,6 @@ from plumbing.wire.messages import Message
 SUPERVISOR = "supervisor"
 BACKEND_PREFIX = "backend-"
 FAREWELL_S = 2.0  # for the commands that asked for the end: they print a line and exit
-KILLED = 128 + signal.SIGKILL  # what shells report of a process that SIGKILL ended
 
 
 class Control(Handler):
@@ -85,7 +85,7 @@ class Control(Handler):
                 conn.send(msg.OkMsg(), request_id)
             case msg.MayLoadMsg():
                 self._named(message.incarnation).may_load(
-                    message.rank, message.ranks, lambda load: conn.send(load, request_id)
+                    message.ranks, lambda load: conn.send(load, request_id)
                 )
             case msg.AttachedMsg():
                 self._named(message.incarnation).attached(
@@ -129,9 +129,10 @@ class Control(Handler):
         """Kill or stop the process that is named."""
         target, engine, running = message.target, self._engine, self._engine.incarnation
         name = target.removeprefix(BACKEND_PREFIX) if target != "backend" else MAIN
-        pid = running.tree.pid_of(name) if running is not None else None
+        pids = running.tree.pids() if running is not None else {}
+        pid = pids.get(name)
         if running is None or pid is None:
-            names = [f"{BACKEND_PREFIX}{each}" for each in running.tree.pids()] if running else []
+            names = [f"{BACKEND_PREFIX}{each}" for each in pids]
             raise UnderstudyError(
                 "engine.unknown_target",
                 f"there is no {target!r} to kill; choose from {', '.join([*names, SUPERVISOR])}",
@@ -145,8 +146,7 @@ class Control(Handler):
         return msg.KillingMsg(pid, running.rehearsed_ms)
 
     def _end(self, conn: Connection, message: msg.KillMsg, request_id: int) -> None:
-        """End this supervisor as a SIGKILL from outside would. PID 1 of a namespace is not killed
-        by its own signal: it exits."""
+        """End this supervisor as a SIGKILL from outside would."""
         if message.is_stop:
             raise UnderstudyError(
                 "engine.no_such_rehearsal",
@@ -155,12 +155,10 @@ class Control(Handler):
         self._engine.log.record("engine.rehearsal", "ending this supervisor, as requested")
         conn.send(msg.KillingMsg(os.getpid(), self._engine.clock.now_ms()), request_id)
         os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(KILLED)
 
 
 WHAT_COUNTS = ("state", "tier", "goal", "can_rest", "fault", "incarnation", "pool")  # of a report
 FAULT_CHARS_MAX = 4096
-HOST_PREFIX = "HOST-"
 
 
 class Goals:
@@ -215,7 +213,7 @@ class Goals:
             goal=now.shall.goal,
             goal_by=now.shall.by,
             since_ms=round(engine.history.spent_ms),
-            in_flight=engine.history.heard.in_flight,
+            in_flight=engine.history.in_flight,
             can_rest=now.can_rest and not self._cannot_rest(),
             fault=self._fault()[:FAULT_CHARS_MAX],
             pool=self._pool_word() if engine.settings.model else None,
@@ -251,9 +249,8 @@ class Goals:
         if why:
             raise UnderstudyError("engine.cannot_rest", why)
         prepared = running.prepared if running is not None else None
-        if goal is Tier.OFFLOADED and prepared is not None and not prepared.can_offload:
-            reason = prepared.cannot_offload or "its backend cannot release its weights"
-            why = f"{settings.engine} can be `warm` or `awake`: {reason}"
+        if goal is Tier.OFFLOADED and prepared is not None and prepared.cannot_offload:
+            why = f"{settings.engine} can be `warm` or `awake`: {prepared.cannot_offload}"
             raise UnderstudyError("engine.no_such_tier", why)
 
     def _cannot_rest(self) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import fields
 
 from engine.core import events as ev
 from engine.core.events import Command, EngineEvent, Failed, State, WakingStep
 from engine.core.health import Action, GenerationHealth, Patience, Signs
 from engine.core.lifecycle import IllegalEvent, Lifecycle, Situation
 from engine.core.relaunch import Death, Relaunch
-from engine.messages import FaultReportMsg, HealthMsg, HealthyMsg
+from engine.messages import Counts, FaultReportMsg, HealthMsg, HealthyMsg
 from engine.schema import EngineRelaunch
 from engine.supervisor import leftovers, lock_side, state_file
 from engine.supervisor.history import EngineMetrics, History
@@ -46,7 +47,8 @@ class Engine(EngineHub):
         path = engine_state(directory, engine)
         saved, self._saved_problem = state_file.load(path, Tier(config["goal"]))
         self.history = History(saved, self.log, clock)
-        self.metrics = EngineMetrics(engine, settings.role, saved)
+        self.metrics = EngineMetrics(engine, settings.role)
+        self.metrics.page.refresh = self._show
         self.log.subscribe(self.metrics.observe)
         newest = state_file.from_text(saved.generation)
         self.lifecycle = Lifecycle(saved.number, Tier(saved.goal), newest)
@@ -64,15 +66,7 @@ class Engine(EngineHub):
         self._is_started = False
         self._noting: asyncio.Handle | None = None
         self.lock = LockSide(self)
-        if settings.is_remote:
-            self.metrics.watch_lease(lambda: self.lock.lease)
-        limits = (
-            "backoff_first_ms",
-            "backoff_max_ms",
-            "deaths_max",
-            "deaths_window_ms",
-            "yield_ms",
-        )
+        limits = [each.name for each in fields(Relaunch) if each.init]
         self._relaunch = Relaunch(**{name: config[name] for name in limits})
 
     def start(self) -> None:
@@ -198,7 +192,7 @@ class Engine(EngineHub):
             self.watch.close()
             self.watch = None
         if record.target is State.ACTIVE:
-            self.watch = HealthWatch(self, self._running, self.signs, self._answered)
+            self.watch = HealthWatch(self, self._running)
         if record.target is State.STANDBY:
             self.machine_fault = ""
         self.note()
@@ -213,16 +207,16 @@ class Engine(EngineHub):
 
     def _launch_when_due(self) -> None:
         """Launch now or later."""
-        due = self._relaunch.due()
-        rest_ms = due.at_ms - self.clock.now_ms()
+        due_ms, reason = self._relaunch.due()
+        rest_ms = due_ms - self.clock.now_ms()
         if rest_ms <= 0:
             self.plan = None
             self._launch()
             return
-        if self.plan is None or self.plan.reason != due.reason:
-            self.plan = EngineRelaunch(round(rest_ms), due.reason)
-            text = f"relaunch in at most {duration(rest_ms)}: {due.reason}"
-            data = {"in_ms": self.plan.in_ms, "reason": due.reason}
+        if self.plan is None or self.plan.reason != reason:
+            self.plan = EngineRelaunch(round(rest_ms), reason)
+            text = f"relaunch in at most {duration(rest_ms)}: {reason}"
+            data = {"in_ms": self.plan.in_ms, "reason": reason}
             self.log.record("engine.relaunch", text, data=data)
         self.after("relaunch", rest_ms, self._launch_when_due)
 
@@ -282,15 +276,22 @@ class Engine(EngineHub):
         waking.wake(now.token, era, listening, path)
         self.metrics.woken(is_behind_gateway=path is not None)
 
+    def _show(self) -> None:
+        now = self.lifecycle.state
+        self.metrics.look(now, self.history, self.counts().kept, self.lock.lease)
+
+    def counts(self) -> Counts:
+        """Of the running incarnation."""
+        return self.incarnation.tree.counts() if self.incarnation is not None else Counts()
+
     def signs(self) -> Signs:
         """What can be seen of the running incarnation without asking it."""
-        progress = self.incarnation.tree.progress if self.incarnation is not None else 0
         pressure = self.pressure.sample(self.clock.now_ms())
-        return Signs(progress, pressure, self.lock.has_standby)
+        return Signs(self.counts().progress, pressure, self.lock.has_standby)
 
-    def _answered(self, healthy: HealthyMsg) -> None:
-        self.history.answered(healthy)
-        self.metrics.healthy(healthy)
+    def answered(self, healthy: HealthyMsg) -> None:
+        self.history.answered(healthy.in_flight)
+        self.metrics.counted(self.counts())
 
 
 def _shown(now: Situation) -> tuple[object, ...]:
@@ -305,33 +306,26 @@ def patience_of(settings: EngineSettings) -> Patience:
 class HealthWatch:
     """One active period of one incarnation, until `close`: performs `core/health`.
 
-    It asks the backend, and reads what needs no answer: the counter of the progress page, the CPU
-    pressure, and whether another engine stands by (`look`).
+    It asks the backend, and reads what needs no answer: the counter of the shared page, the CPU
+    pressure, and whether another engine stands by (`Engine.signs`).
     """
 
-    def __init__(
-        self,
-        hub: EngineHub,
-        incarnation: Incarnation,
-        look: Callable[[], Signs],
-        on_answer: Callable[[HealthyMsg], None],
-    ) -> None:
-        config, self._clock = hub.settings.config, hub.clock
+    def __init__(self, engine: Engine, incarnation: Incarnation) -> None:
+        config, self._clock = engine.settings.config, engine.clock
         self._health = GenerationHealth(
             self._clock.now_ms(),
-            patience=patience_of(hub.settings),
+            patience=patience_of(engine.settings),
             answer_ms=config["answer_ms"],
             idle_canary_ms=config["idle_canary_ms"],
         )
-        self._hub, self._running = hub, incarnation
-        self._look, self._on_answer = look, on_answer
+        self._engine, self._running = engine, incarnation
         self._is_over = False
         self._tick()
 
     def close(self) -> None:
         """Ignore answers that still arrive."""
         self._is_over = True
-        self._hub.cancel("health")
+        self._engine.cancel("health")
 
     @property
     def late_ms(self) -> float:
@@ -339,7 +333,7 @@ class HealthWatch:
         return self._health.late_ms(self._clock.now_ms())
 
     def _tick(self) -> None:
-        actions = self._health.tick(self._clock.now_ms(), self._look())
+        actions = self._health.tick(self._clock.now_ms(), self._engine.signs())
         if isinstance(actions, str):
             self._go_on(actions)
             return
@@ -348,13 +342,13 @@ class HealthWatch:
                 self._running.channel.ask(HealthMsg(), HealthyMsg, self._answered)
             else:
                 self._running.canary(self._canary_done)
-        self._hub.after("health", self._health.next_ms() - self._clock.now_ms(), self._tick)
+        self._engine.after("health", self._health.next_ms() - self._clock.now_ms(), self._tick)
 
     def _answered(self, healthy: HealthyMsg) -> None:
         if not self._is_over:
-            self._on_answer(healthy)
-            now_ms = self._clock.now_ms()
-            self._go_on(self._health.answered(now_ms, healthy.in_flight, self._look()))
+            self._engine.answered(healthy)
+            now_ms, signs = self._clock.now_ms(), self._engine.signs()
+            self._go_on(self._health.answered(now_ms, healthy.in_flight, signs))
 
     def _canary_done(self, ok: bool, detail: str) -> None:
         if not self._is_over:
@@ -365,4 +359,4 @@ class HealthWatch:
             self._tick()
         else:
             self.close()
-            self._hub.post(Failed("unhealthy", verdict))
+            self._engine.post(Failed("unhealthy", verdict))

@@ -10,14 +10,14 @@ anything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from engine.core.events import Shall, State, Transition
 from engine.core.lifecycle import TRANSITIONS, Situation
 from engine.core.loading import Role
-from engine.messages import HealthyMsg
+from engine.messages import Counts
 from engine.schema import EngineDeathFields, EngineLastFailover, EngineMemory
 from engine.supervisor.state_file import to_text
 from plumbing.pod.messages import Tier
@@ -29,7 +29,6 @@ DEATHS_SHOWN = 10
 # A grant that took longer than this was another engine's before; an uncontended one takes a
 # millisecond or two.
 CONTENDED_MS = 1_000
-NOTHING_HEARD = HealthyMsg(in_flight=0)
 
 
 class History:
@@ -42,7 +41,7 @@ class History:
         self.launched_at: str | None = None
         self.deaths: deque[EngineDeathFields] = deque(maxlen=DEATHS_SHOWN)
         self.last_takeover: EngineLastFailover | None = None
-        self.heard = NOTHING_HEARD  # the backend's last answer since it was woken
+        self.in_flight = 0  # as the backend has answered last since it was woken
         self.on_idle: Callable[[], object] = lambda: None  # the last request has ended
         self.budget_ms: int | None = None  # of the present state; None: it may last for ever
         self._log, self._clock = log, clock
@@ -87,7 +86,7 @@ class History:
         )
         self._since_ms, self.budget_ms = self._clock.now_ms(), budget_ms
         if record.source is State.RELEASING:
-            self.heard = NOTHING_HEARD
+            self.in_flight = 0
         match record.source, record.target:
             case State.STANDBY, State.WAKING:
                 is_contended = is_other_known or lasted_ms >= CONTENDED_MS
@@ -121,7 +120,7 @@ class History:
         """The last process of the dead engine is gone. `rehearsed_ms`: when it was killed for a
         rehearsal."""
         took_ms = round(self.spent_ms, 3)
-        self.budget_ms, self.heard = None, NOTHING_HEARD
+        self.budget_ms, self.in_flight = None, 0
         is_rehearsed = rehearsed_ms is not None
         if rehearsed_ms is not None and self.cause == "child_exit":
             self._phase("detect", self._since_ms - rehearsed_ms)
@@ -134,9 +133,9 @@ class History:
             data={"incarnation": incarnation, "duration_ms": took_ms},
         )
 
-    def answered(self, healthy: HealthyMsg) -> None:
-        was_busy, self.heard = self.heard.in_flight > 0, healthy
-        if was_busy and not healthy.in_flight:
+    def answered(self, in_flight: int) -> None:
+        was_busy, self.in_flight = self.in_flight > 0, in_flight
+        if was_busy and not in_flight:
             self.on_idle()
 
     def asked_to_be(self, shall: Shall) -> None:
@@ -232,7 +231,7 @@ METRICS: tuple[tuple[str, str, str, Labels, tuple[float, ...]], ...] = (
 class EngineMetrics:
     """Subscribe `observe` to the event log."""
 
-    def __init__(self, engine: str, role: Role, saved: EngineMemory) -> None:
+    def __init__(self, engine: str, role: Role) -> None:
         self.page = page = Metrics()
         self._id, self._role = {"engine_id": engine}, role
         self._state = page.one_hot(
@@ -249,9 +248,12 @@ class EngineMetrics:
             for row in first.all():
                 if source is not row.target:
                     self._of("engine_transitions_total", from_state=source, to_state=row.target)
-        self._of("failover_attempts_total").inc(saved.failover_attempts)
-        self._of("failover_successes_total").inc(saved.failover_successes)
-        self._heard = NOTHING_HEARD
+        self._before = Counts()
+        self._growing = {
+            "rejected": self._of("engine_rejected_requests_total", reason="backend"),
+            "replayed": self._of("engine_replayed_tokens_total"),
+            "published": self._of("engine_kv_published_blocks_total"),
+        }
 
     def _of(self, name: str, **labels: str) -> Any:
         """The metric `name`, with its labels."""
@@ -263,14 +265,19 @@ class EngineMetrics:
     def woken(self, *, is_behind_gateway: bool) -> None:
         self._of("engine_behind_gateway").set(int(is_behind_gateway))
 
-    def watch_lease(self, lease: Callable[[], dict[str, Any] | None]) -> None:
-        """Over TCP: how long the lease is valid, at the time of the scrape."""
-        valid = self.page.gauge(
-            "engine_lease_valid_seconds",
-            "How long the engine's lease is valid unless it is renewed; only with a lock server"
-            " over TCP.",
-        ).labels()
-        self.page.refresh = lambda: valid.set((lease() or {}).get("valid_for_ms", 0.0) / 1000)
+    def look(
+        self, state: State, history: History, kept_blocks: int, lease: Mapping[str, Any] | None
+    ) -> None:
+        """What is true at a scrape, whatever led to it."""
+        is_active = state is State.ACTIVE
+        self._of("engine_inflight_requests").set(history.in_flight if is_active else 0)
+        self._of("engine_kv_kept_blocks").set(kept_blocks if is_active else 0)
+        self._of("failover_attempts_total").set(history.saved.failover_attempts)
+        self._of("failover_successes_total").set(history.saved.failover_successes)
+        if lease is not None:
+            text = "How long the engine's lease is valid unless it is renewed; only with a lock "
+            valid = self.page.gauge("engine_lease_valid_seconds", f"{text}server over TCP.")
+            valid.labels().set(lease["valid_for_ms"] / 1000)
 
     def observe(self, event: Event) -> None:
         """Count `event`."""
@@ -296,30 +303,17 @@ class EngineMetrics:
             case "engine.phase":
                 phase = of("failover_phase_duration_seconds", phase=data["phase"])
                 phase.observe(data["ms"] / 1000)
-            case "engine.takeover":
-                of("failover_attempts_total").inc()
-            case "engine.taken_over":
-                of("failover_successes_total").inc()
 
     def _moved(self, source: str, target: str, cause: str) -> None:
         self._state.set(target, role=self._role, **self._id)
         self._of("engine_transitions_total", from_state=source, to_state=target).inc()
         if target == State.DEAD and cause in LOST:
             self._of("engine_lock_lost_total", reason=cause).inc()
-        if target != State.ACTIVE:
-            self._of("engine_inflight_requests").set(0)
-            self._of("engine_kv_kept_blocks").set(0)
         if target == State.INIT:
-            self._heard = NOTHING_HEARD
+            self._before = Counts()
 
-    def healthy(self, now: HealthyMsg) -> None:
-        """Take figures from the backend; those that only grow count since its launch."""
-        before, self._heard = self._heard, now
-        self._of("engine_inflight_requests").set(now.in_flight)
-        self._of("engine_kv_kept_blocks").set(now.kept_blocks)
-        rejected = self._of("engine_rejected_requests_total", reason="backend")
-        rejected.inc(max(0, now.rejected - before.rejected))
-        replayed = self._of("engine_replayed_tokens_total")
-        replayed.inc(max(0, now.replayed - before.replayed))
-        published = self._of("engine_kv_published_blocks_total")
-        published.inc(max(0, now.published_blocks - before.published_blocks))
+    def counted(self, now: Counts) -> None:
+        """Take what only grows, since a launch or a wake."""
+        for name, metric in self._growing.items():
+            metric.inc(max(0, getattr(now, name) - getattr(self._before, name)))
+        self._before = now

@@ -109,7 +109,7 @@ class Incarnation:
         self._temporary, self._failures = temporary, failures
         self._on_gone = on_gone
         self.loader = LoaderLock(hub.settings.gms_socket_dir, hub.settings.model)
-        self._loads: dict[int, LoadReply] = {}
+        self.loads: list[LoadReply] = []  # of the ranks that wait for their turn
         self.tree = Tree(self._dying, self._died, self._gone)
         self.channel = BackendChannel(
             on_message=self._received,
@@ -280,14 +280,14 @@ class Incarnation:
         if objection is not None:
             return Failed("witness_missing", objection)
         assert self.prepared is not None
-        return ev.Prepared(self.can_rest, self.can_rest and self.prepared.can_offload)
+        return ev.Prepared(self.can_rest, self.can_rest and not self.prepared.cannot_offload)
 
     # ------------------------------------------------------------------ access to the weights
 
-    def may_load(self, rank: int, ranks: int, reply: LoadReply) -> None:
-        """Call `reply` once `rank` may load its weights."""
-        self._loads[rank] = reply
-        self.loading.asked(rank, ranks)
+    def may_load(self, ranks: int, reply: LoadReply) -> None:
+        """Call `reply` once a rank, one of `ranks`, may load its weights."""
+        self.loads.append(reply)
+        self.loading.asked(ranks)
         self._settle_loader()
 
     def attached(self, rank: int, identity: dict[str, Any], place: str = "") -> None:
@@ -304,8 +304,8 @@ class Incarnation:
             self.loader.leave()
         elif not has_loader:
             self._hub.after("loader", LOADER_POLL_MS, self._settle_loader)
-        for rank in self.loading.permitted(has_loader=has_loader):
-            self._loads.pop(rank)(messages.LoadMsg(self.loading.mode))
+        while self.loads and self.loading.is_permitted(has_loader=has_loader):
+            self.loads.pop(0)(messages.LoadMsg(self.loading.mode))
 
     def _budget_ms(self, state: State) -> int:
         return self._settings.budgets_ms[state]

@@ -60,7 +60,7 @@ class EngineStatus:
             ),
             lock=self._lock(),
             backend=self._backend(),
-            inflight=history.heard.in_flight,
+            inflight=history.in_flight,
             budget=schema.EngineBudget(
                 history.budget_ms, round(history.spent_ms, 3), history.is_budget_spent
             ),
@@ -131,15 +131,15 @@ class EngineStatus:
 
     def _kv(self) -> schema.EngineKv | None:
         """Since the wake: whose memory the KV cache is in, and what it began with."""
-        incarnation, heard = self._engine.incarnation, self._engine.history.heard
+        incarnation, counts = self._engine.incarnation, self._engine.counts()
         woken = incarnation.woken if incarnation else None
         if woken is None:
             return None
         return schema.EngineKv(
             memory=woken.kv_memory,
             adopted_blocks=woken.adopted_blocks,
-            published_blocks=heard.published_blocks,
-            kept_blocks=heard.kept_blocks,
+            published_blocks=counts.published,
+            kept_blocks=counts.kept,
             note=woken.kv_note or None,
         )
 
@@ -182,7 +182,7 @@ class EngineStatus:
         """Why the engine is in its state, and what it waits for."""
         now, incarnation = self._engine.lifecycle.now, self._engine.incarnation
         if now.state is State.INIT and incarnation is not None:
-            if incarnation.loading.is_waiting:
+            if incarnation.loads:
                 return f"waiting for the loader lock: {incarnation.loader.problem}"
             return incarnation.waiting or "loading the model"
         if now.state is State.STANDBY:
@@ -223,14 +223,14 @@ class EngineStatus:
             is_crash_loop=engine.verdict is not None,
             is_cold=engine.lifecycle.now.shall.goal is Tier.COLD,
         )
-        answer = probes.answer(endpoint, view)
+        objection = probes.objection(endpoint, view)
         details = {
             "state": state.value,
             "message": self._reason(),
             "since_s": round(history.spent_ms / 1000, 3),
-            "rule": answer.rule.value,
+            "rule": probes.TABLE[endpoint][state].value,
         }
-        return Probe(answer.ok, answer.reason, details)
+        return Probe(not objection, objection or state.value, details)
 
 
 def cold_because(shall: Shall, engine: str, *, is_reaped: bool) -> str:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.lifeline import LifelineWatch
+from engine.messages import Counts
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.service.signals import blocked_in_children
@@ -140,11 +141,11 @@ class Tree:
             for pid in procfs.descendants(os.getpid()):
                 self._watch(pid, procfs.name(pid), must_live=False)
 
-    @property
-    def progress(self) -> int:
-        """The sum of its processes' counters."""
-        watches = [each.lifeline for each in self._processes.values()]
-        return sum(watch.progress.value for watch in watches if watch is not None)
+    def counts(self) -> Counts:
+        """The sums over its processes."""
+        found = [each.lifeline.counts for each in self._processes.values() if each.lifeline]
+        sums = (sum(getattr(each, name) for each in found) for name, *_ in Counts._fields_)
+        return Counts(*sums)
 
     def pids(self) -> dict[str, int]:
         """The processes that must live, by name."""
@@ -158,9 +159,6 @@ class Tree:
     def everyone(self) -> list[int]:
         """Every living process of the tree that has been seen."""
         return list(self._processes)
-
-    def pid_of(self, name: str) -> int | None:
-        return next((pid for pid, each in self._processes.items() if each.name == name), None)
 
     def check_witness(self, dev: int, ino: int) -> str | None:
         """None if every process of the tree holds the witness on descriptor 0, else which does not.

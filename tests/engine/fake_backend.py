@@ -119,10 +119,10 @@ class Backend:
         switches: argparse.Namespace,
         channel: BlockingClient,
         serving: Serving,
-        progress: ctypes.c_uint64,
+        counts: m.Counts,
     ) -> None:
         self.switches = switches
-        self.progress = progress
+        self.counts = counts
         self.channel = channel
         self.residence = serving
         self.listener: socket.socket | None = None
@@ -181,7 +181,7 @@ class Backend:
             case m.HealthMsg():
                 hung = os.path.exists(switches.hang_generation_if)
                 if not (hung or self.is_private):  # there it is idle
-                    self.progress.value += 1
+                    self.counts.progress += 1
                 return m.HealthyMsg(in_flight=int(hung))
             case m.DrainMsg(resume=resume, release_ms=release_ms):
                 self.serving = False
@@ -219,11 +219,11 @@ def hang_in_thread() -> None:
     threading.Event().wait()
 
 
-def advance(progress: ctypes.c_uint64, hang_if: str) -> None:
+def advance(counts: m.Counts, hang_if: str) -> None:
     """A token every 20 ms, whatever the main thread is doing, until generation hangs."""
     while True:
         if not os.path.exists(hang_if):
-            progress.value += 1
+            counts.progress += 1
         time.sleep(0.02)
 
 
@@ -253,7 +253,7 @@ def load(member: process.BackendProcess, switches: argparse.Namespace) -> None:
 def load_ranks(member: process.BackendProcess, models: list[str]) -> None:
     """Every rank comes to its weights; one whose model is `none` stays away from then on."""
     for rank, model in enumerate(models):
-        leave = member.may_load(60, rank, len(models))
+        leave = member.may_load(60, len(models))
         if model != "none":
             member.attached({"model": model, "mode": leave.mode}, rank)
 
@@ -281,7 +281,7 @@ def main() -> None:
     channel = BlockingClient.from_socket(process.take_channel(), m.CHANNEL)
     if switches.advance:
         threading.Thread(
-            target=advance, args=(member.progress, switches.hang_generation_if), daemon=True
+            target=advance, args=(member.counts, switches.hang_generation_if), daemon=True
         ).start()
     if switches.fault:
         how = switches.fault, switches.permanent, 2
@@ -312,7 +312,7 @@ def main() -> None:
         )
     )
     with contextlib.suppress(UnreachableError):
-        Backend(switches, channel, serving, member.progress).run()
+        Backend(switches, channel, serving, member.counts).run()
     del kept
 
 

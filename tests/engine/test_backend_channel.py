@@ -51,7 +51,7 @@ def test_supervisor_hears_of_every_failed_request(error, sentence):
         await asyncio.wait_for(prepared.wait(), 30)
         reader, writer = socket.socketpair()
         writer.close()
-        wake = msg.WakeMsg(token=1)
+        wake = msg.WakeMsg(1, "e1")
         ours.ask(wake, msg.WokenMsg, print, [OwnedFd(reader.detach())])
         try:
             return await asyncio.wait_for(fault, 30)

@@ -26,11 +26,11 @@ from tests.helpers import auntil, until
 HOLDS = textwrap.dedent("""
     import ctypes, os, socket, sys, threading, time
     from engine import lifeline
-    held, progress = lifeline.hold()
+    held, counts = lifeline.hold()
     try:
         os.ftruncate(held.fileno(), 0)
     except OSError:
-        progress.value = 2**63
+        counts.progress = 2**63
     with socket.socket(fileno=int(sys.argv[1])) as ours:
         socket.send_fds(ours, [b"x"], [held.fileno()])
     held.close()
@@ -91,7 +91,7 @@ def watchers() -> list[threading.Thread]:
 async def test_the_watcher_sees_what_the_holder_counts(holder):
     """Goal: the count arrives, and the page, which it wanted to shorten first, is whole."""
     watch = lifeline.LifelineWatch(holder.fd, lambda: None)
-    assert watch.progress.value == 2**63
+    assert watch.counts.progress == 2**63
     watch.close()
 
 

@@ -14,7 +14,11 @@ from plumbing.errors import UnderstudyError
 from tests.gms.bench import GmsProcess
 from tests.helpers import until
 
-MEMBER: Any = SimpleNamespace(engine="engine-0", incarnation="engine-0-1")
+MEMBER: Any = SimpleNamespace(
+    engine="engine-0",
+    incarnation="engine-0-1",
+    may_load=lambda *_: SimpleNamespace(mode="rw_or_ro"),
+)
 DEVICE = session.host_device(0)
 
 
@@ -30,7 +34,7 @@ def test_service_that_comes_later_is_waited_for(directory: str, caplog):
     """Attach without a service, and start it after the warning: one warning, and a session."""
     sessions: list[Any] = []
     waiting = threading.Thread(
-        target=lambda: sessions.append(session.attach(MEMBER, DEVICE, "rw_or_ro", {"m": 1}, 0))
+        target=lambda: sessions.append(session.attach(MEMBER, DEVICE, {"m": 1}, 0, 1))
     )
     waiting.start()
     until(lambda: "waiting up to" in caplog.text, "the wait to be said")

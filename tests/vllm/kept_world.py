@@ -27,6 +27,7 @@ from engine.backends.vllm.kv.scheduler import KeepingAsyncScheduler, KeepingSche
 from engine.kv.adopter import adoptable
 from engine.kv.layout import IndexHeader, IndexPage, index_bytes
 from engine.kv.writer import IndexWriter
+from engine.messages import Counts
 
 BLOCKS, BLOCK_TOKENS = 24, 4
 VOCABULARY = 3  # few, so that texts have prefixes in common
@@ -122,6 +123,7 @@ class Engine:
         self.depth = 2 if config.scheduler_config.async_scheduling else 1
         self.scheduler = scheduler_of(config, (KeepingScheduler, KeepingAsyncScheduler))
         self._requests = self._wakes = 0
+        self.counts = Counts()
         self._sent: deque[tuple[Any, Iterator[None], dict[str, list[int]]]] = deque()
         self.wake()
 
@@ -132,7 +134,7 @@ class Engine:
         adoption = adoptable([device.page], [HEADER], self._name)
         self.adopted = pool.adopt(adoption.records, BLOCK_TOKENS)
         cohort = f"{self._name}-{self._wakes}"
-        writer = IndexWriter([device.page], [HEADER], self._name, cohort, adoption)
+        writer = IndexWriter([device.page], [HEADER], self._name, cohort, adoption, self.counts)
         pool.kept.open(writer)
 
     def rest(self) -> None:

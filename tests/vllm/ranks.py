@@ -66,7 +66,7 @@ class Rank:
         self.said: list[tuple[dict[str, Any], int]] = []
         self.weights = RankWeights(self)  # type: ignore[arg-type]  # a stand-in for a BackendProcess
 
-    def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> Any:
+    def may_load(self, timeout_s: float, ranks: int = 1) -> Any:
         return SimpleNamespace(mode="rw_or_ro")
 
     def attached(self, identity: dict[str, Any], rank: int = 0, place: str = "") -> None:

@@ -18,7 +18,6 @@ import pytest
 from engine.backends.kv_range import Backing
 from engine.backends.vllm import contracts, membership
 from engine.backends.vllm.api import backend as backend_module
-from engine.backends.vllm.api import kept_memory
 from engine.backends.vllm.api.backend import VllmBackend, generate_one
 from engine.backends.vllm.api.features import Features
 from engine.backends.vllm.api.kept_memory import KeptMemory
@@ -55,7 +54,7 @@ class World:
 
     async def wake(self, token: int) -> WokenMsg:
         with OwnedFd(socket.socket().detach()) as listening:
-            return await self.backend.wake(token, listening, era="e" * 16)
+            return await self.backend.wake(token, "e" * 16, listening)
 
     async def awake(self) -> None:
         """For token 3, and drained."""
@@ -96,7 +95,7 @@ def test_an_engine_is_parked_before_it_reports_prepared(alone: World):
     """Goal: an engine holds no KV memory when it reports `prepared`; a wake asks every rank before
     it waits for memory, so that a rank that hangs costs seconds. Method: the order of calls."""
     prepared = asyncio.run(alone.backend.prepare())
-    assert alone.asked == [("sleep", 1, "abort"), "understudy_status", "understudy_into_huge_pages"]
+    assert alone.asked == [("sleep", 1, "abort"), "understudy_status"]
     of_both = (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch)
     assert of_both == (20, 40, "e")
     alone.made()
@@ -220,28 +219,6 @@ def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(world: Wo
     world.engine.answers["understudy_forget_kv"] = [{**FINE, "code": "c.d", "problem": "x"}]
     with pytest.raises(UnderstudyError, match="x"):
         woken(world, core, problem)
-
-
-async def test_what_is_published_is_followed_until_the_core_gives_it_up(world: World, monkeypatch):
-    """A core that is busy is asked again; what it has said is in the answer to `health`."""
-    monkeypatch.setattr(kept_memory, "REPORT_EVERY_S", 0.01)
-    reported = {"code": "", "problem": "", "published": 3, "kept": 2}
-    answers = [reported, None, reported | {"published": 4}, {**reported, "problem": "why"}]
-    kept, backend, seen = world.kept, world.backend, []
-
-    async def core(method, *asked):
-        if method == "understudy_begin_kv":
-            return {"problem": "", "adopted": 1, "why_empty": "new"}
-        seen.append((kept.published, backend.health().kept_blocks))
-        answer = answers.pop(0)
-        return answer if answer is not None else await asyncio.Event().wait()
-
-    world.engine.engine_core = SimpleNamespace(call_utility_async=core)
-    began = await kept.begin(world.engine, None, [{"pool": POOL}])  # type: ignore[arg-type]
-    assert began == (1, "no block was adopted: new")
-    await kept.follow(world.engine)
-    assert (seen, kept.problem) == ([(0, 1), (3, 2), (3, 2), (4, 2)], "why")
-    assert (backend.health().published_blocks, backend.health().kept_blocks) == (3, 0)
 
 
 # ---------------------------------------------------------------------- sleep

@@ -50,7 +50,7 @@ def test_every_record_is_true_whenever_the_engine_dies(config: Any):
             engine = Engine(config, device, rng, f"e{seed}-{generation}")
             adopted += engine.adopted
             live(engine, rng, rng.randrange(STEPS))
-            published += engine.scheduler.kept.published
+            published += engine.counts.published
             assert engine.scheduler.kept.problem == ""
     assert adopted > SEEDS
     assert published > adopted

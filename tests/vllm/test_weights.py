@@ -19,6 +19,7 @@ from torch import nn
 from vllm.config import MultiModalConfig
 
 from engine.backends import memory_session as session
+from engine.backends.shards import same_on_every_rank
 from engine.backends.vllm.worker import checkpoint_load, identity
 from engine.backends.vllm.worker.binding import SHARED_BYTES_MIN
 from gms import names
@@ -332,7 +333,7 @@ def test_identity_tells_apart_what_splits_weights(
     other = read(config)
     assert differences(one["parallel"], other["parallel"]) == said
     assert differences(one, other) == ({"parallel"} if said else {"rank"})
-    same = identity.same_on_every_rank(one) == identity.same_on_every_rank(other)
+    same = same_on_every_rank(one) == same_on_every_rank(other)
     assert same == (field == "rank")
 
 

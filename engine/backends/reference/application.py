@@ -32,7 +32,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.backends.reference.completions import BODIES, AnyBody, ChatBody, OpenAiReply, parse_body
 from engine.backends.reference.generation import TokenRequest
-from engine.backends.reference.model import ModelLoop
+from engine.backends.reference.rank import ModelLoop
 from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import AnswerText, Piece, Tokenizer, replay
 from engine.backends.shards import read_file
@@ -124,8 +124,6 @@ class ServedModel:
     is_behind_gateway: bool = False
     is_draining: bool = False
     is_continued: bool = False
-    rejected: int = 0
-    replayed: int = 0  # tokens of the journals of resumed requests
     continuation_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     requests_open: int = 0  # between their headers and the end of their answer
@@ -154,7 +152,7 @@ class ServedModel:
             return await handler(request)
         except UnderstudyError as error:
             status = STATUS.get(error.code) or (400 if isinstance(error, UsageError) else 500)
-            self.rejected += status == 429
+            self.model.counts.rejected += status == 429
             return refusal(status, error.code.removeprefix("engine."), error.message)
         except web.HTTPRequestEntityTooLarge:
             what = f"The request body exceeds the limit of {BODY_BYTES_MAX} bytes; shorten it."
@@ -269,7 +267,7 @@ class ServedModel:
             if replayed.finish_reason is not None:
                 yield replayed
                 return
-            self.replayed += len(wanted.made)
+            self.model.counts.replayed += len(wanted.made)
         with self.model.generate(wanted) as tokens:
             piece = replayed
             if piece is not None:

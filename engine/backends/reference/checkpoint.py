@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from engine.backends.memory_session import WAIT_S, attach, commit, host_device, loading
+from engine.backends.memory_session import attach, commit, host_device, loading
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig, read_config, unsupported
 from engine.backends.shards import (
@@ -29,6 +29,7 @@ from engine.backends.shards import (
     identity_of,
     read_json,
     read_shards,
+    same_on_every_rank,
 )
 from gms.client import Reader, Writer
 from plumbing import __version__
@@ -163,14 +164,9 @@ def identity(directory: str, *, rank: int = 0, size: int = 1) -> dict[str, Any]:
         "architecture": platform.machine(),
         "engine": "reference",
         "engine_version": __version__,
-        "tp_rank": rank,
+        "rank": rank,
         "tp_size": size,
     }
-
-
-def same_on_every_rank(identity: dict[str, Any]) -> dict[str, Any]:
-    """The part of an identity in which the ranks of one engine must not differ."""
-    return {name: value for name, value in identity.items() if name != "tp_rank"}
 
 
 def _check(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
@@ -206,9 +202,8 @@ def map_weights(checkpoint: Checkpoint, member: BackendProcess) -> tuple[Reader,
     """
     rank, ranks = checkpoint.rank, checkpoint.ranks
     mine = identity(checkpoint.directory, rank=rank, size=ranks)
-    leave = member.may_load(WAIT_S, rank, ranks)
     device = host_device(rank)
-    session = attach(member, device, leave.mode, mine, rank)
+    session = attach(member, device, mine, rank, ranks)
     with loading(device, checkpoint.directory, DTYPE, checkpoint.weights_bytes):
         reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
     member.attached(same_on_every_rank(mine), rank, device)

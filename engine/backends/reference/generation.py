@@ -1,6 +1,6 @@
 """From requests to tokens: the choice of a token, whose turn it is, and one step of the decoder.
 
-Pure but for the decoder: no sockets, no threads. `model.py` asks for a step and hands the result
+Pure but for the decoder: no sockets, no threads. `rank.py` asks for a step and hands the result
 on. Running sequences take turns, so a long prompt never delays the others by more than one chunk.
 
 Two things make an answer depend on its request alone, also after a failover. Work is cut by

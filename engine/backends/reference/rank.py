@@ -1,7 +1,7 @@
 """One rank of the model: its weights, the decoder over them, and its KV memory from wake to sleep.
 
-Rank 0 is in the backend's process (`model.py`) and has the requests; every other rank is a process:
-`python -m engine.backends.reference.rank SETTINGS`. On rank 0 each method has the other
+Rank 0 is in the backend's process and has the requests (`ModelLoop`); every other rank is a
+process: `python -m engine.backends.reference.rank SETTINGS`. On rank 0 each method has the other
 ranks do the same, and joins their answers. Knows token ids, never text.
 
 The surprising thing: the death of the memory service does not matter. The weights stay mapped, and
@@ -10,10 +10,14 @@ the keeper's thread (`gms.client`) attaches to the next service.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import msgspec
@@ -27,17 +31,12 @@ from engine.backends.process_memory import DEADLINE_S, read_room
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
 from engine.backends.reference.config import Settings
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
-from engine.backends.reference.generation import Generator, canary
-from engine.backends.reference.kv_blocks import (
-    BlockStore,
-    PrefixCache,
-    headers_of,
-    size_kv,
-)
+from engine.backends.reference.generation import Generator, NewToken, TokenRequest, canary
+from engine.backends.reference.kv_blocks import BlockStore, PrefixCache, headers_of, size_kv
 from engine.backends.reference.ranks import PEERS_ENV, RANK_LOST, Peers, Pipe, Ready
 from engine.backends.shards import digest_of
 from engine.kv.layout import index_bytes
-from engine.messages import CanaryMsg, RestedMsg, WeightsPlacedMsg, WokenMsg
+from engine.messages import CanaryMsg, Counts, RestedMsg, WeightsPlacedMsg, WokenMsg
 from gms.client import BEGUN, KvClaim, KvLease
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.log import configure
@@ -127,14 +126,14 @@ class Rank:
     # ------------------------------------------------------------------ memory
 
     def take_memory(self, token: int, era: str) -> WokenMsg:
-        """As the holder of `active` under `token`, take KV memory once it is really free, rank 0
-        last."""
+        """As the holder of `active` under `token`, hold the serving file, where there is one, and
+        take KV memory once it is really free, rank 0 last."""
+        if self._member.seat is not None:
+            self._member.seat.join(token)
         self._peers.call("take_memory", token, era)
         self._peers.answers()
         settings, size, member = self._settings, self._size, self._member
         self._weights.bring_back(RESTAGE_S)
-        if member.seat is not None and settings.rank:  # rank 0's process has joined already
-            member.seat.join(token)
         sizes = size.kv_bytes, index_bytes(size.blocks)
         claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
         lease = self._lease = _borrow(claim, settings.rank)
@@ -162,7 +161,8 @@ class Rank:
         mapped = zip(leases, self._mapped, strict=True)
         ranks = [(lease.pool, *weights) for lease, weights in mapped]
         headers = headers_of(self._decoder.config, self._size, ranks)
-        return KeptPools(leases, headers, may_adopt=settings.may_adopt)
+        counts = self._member.counts
+        return KeptPools(leases, headers, may_adopt=settings.may_adopt, counts=counts)
 
     def give_memory(self, keep_kv: bool, budget_s: float) -> RestedMsg:
         """Undo `take_memory`, when nothing runs. Rank 0 is first, since it uses the others' pools;
@@ -255,6 +255,96 @@ class Rank:
 def _borrow(claim: KvClaim, rank: int) -> KvLease:
     """The pool of `rank`'s device."""
     return borrow(host_device(rank), claim, DEADLINE_S)
+
+
+# Requests that wait for a slot; more would wait for minutes, and are refused. Each has a prompt and
+# a journal of at most a context's length.
+QUEUE_MAX = 256
+
+
+class ModelLoop:
+    """Rank 0 on the event loop: a step of it in each turn, while there is work. Owns the numbers of
+    requests, and what is unfinished; every method is called on the loop.
+
+    The surprising thing: nothing runs beside a step, so it delays the loop, by a millisecond of a
+    small model and by a chunk of a prompt of a large one. In return a token is on its way to its
+    client before the next step begins. The supervisor takes a late answer for no hang, because
+    progress is counted on a shared page.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        slots: int,
+        on_failed: Callable[[Exception], object],
+        counts: Counts,
+    ) -> None:
+        """`slots`: requests that are generated at once. `on_failed` gets why the model failed.
+        `counts` gets the progress."""
+        self._rank, self.slots, self._on_failed = rank, slots, on_failed
+        self.counts = counts
+        self._numbers = itertools.count(1)
+        self._unfinished: dict[int, asyncio.Queue[NewToken]] = {}  # where the tokens of each go
+        self._turn: asyncio.Handle | None = None  # the next step
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the model has not finished."""
+        return len(self._unfinished)
+
+    @contextmanager
+    def generate(self, wanted: TokenRequest) -> Iterator[asyncio.Queue[NewToken]]:
+        """Ask for tokens, under a number of our own. They arrive in the queue; after one with a
+        `finish_reason` there is none. The end of the block cancels an unfinished request.
+
+        Raises:
+            UnderstudyError: `engine.queue_full`.
+        """
+        if self.in_flight >= self.slots + QUEUE_MAX:
+            text = f"this engine is full: {self.in_flight} requests are in progress"
+            raise UnderstudyError("engine.queue_full", f"{text}; try again shortly")
+        number, tokens = next(self._numbers), asyncio.Queue[NewToken]()
+        self._unfinished[number] = tokens
+        self._generator.submit(replace(wanted, number=number))
+        self._go_on()
+        try:
+            yield tokens
+        finally:
+            if self._unfinished.pop(number, None) is not None:
+                self._generator.cancel(number)
+                self._go_on()
+
+    @property
+    def _generator(self) -> Generator:
+        assert self._rank.generator is not None  # requests come while it is awake
+        return self._rank.generator
+
+    def _go_on(self) -> None:
+        """Let the next step be in the next turn, or when a token is due."""
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        if self._unfinished and self._generator.has_work:
+            loop, wait_s = asyncio.get_running_loop(), self._generator.idle_s()
+            self._turn = (
+                loop.call_later(wait_s, self._step) if wait_s else loop.call_soon(self._step)
+            )
+
+    def _step(self) -> None:
+        self._turn = None
+        try:
+            made = self._generator.step()
+        except Exception as error:
+            self._on_failed(error)
+            raise
+        self.counts.progress += 1
+        if self._rank.kept is not None:
+            self._rank.kept.writer.stepped()
+        if made is not None:
+            self._unfinished[made.request].put_nowait(made)
+            if made.finish_reason is not None:
+                del self._unfinished[made.request]
+        self._go_on()
 
 
 def main() -> int:

@@ -15,20 +15,10 @@ from engine.backends.channel import POLL_S, Channel, is_private, until_done
 from engine.backends.process import BackendProcess
 from engine.backends.reference.application import ServedModel, continuation_id, make_app
 from engine.backends.reference.config import Settings
-from engine.backends.reference.model import ModelLoop
-from engine.backends.reference.rank import Rank
+from engine.backends.reference.rank import ModelLoop, Rank
 from engine.backends.reference.ranks import Peers
 from engine.backends.reference.text import Tokenizer
-from engine.messages import (
-    NO_ERA,
-    CanaryMsg,
-    HealthyMsg,
-    PreparedMsg,
-    RestedMsg,
-    WeightsPlacedMsg,
-    WokenMsg,
-)
-from lockserver.client import serving
+from engine.messages import CanaryMsg, PreparedMsg, RestedMsg, WeightsPlacedMsg, WokenMsg
 from plumbing import gateway_protocol as hop
 from plumbing.errors import UnderstudyError
 from plumbing.service.log import is_our_fault
@@ -63,10 +53,10 @@ async def serve(
     try:
         rank = Rank(settings, member, peers)
         ready, tokenizer = rank.ready, Tokenizer.load(settings.directory)
-        model = ModelLoop(rank, settings.slots, member.end, member.progress)
+        model = ModelLoop(rank, settings.slots, member.end, member.counts)
         served = ServedModel(names, tokenizer, model, ready, member.engine)
         served.continuation_id = continuation_id(settings.directory, names[0], ready)
-        backend = ReferenceBackend(served, rank, member.seat)
+        backend = ReferenceBackend(served, rank)
         await backend.prepare()
     except Exception as error:
         member.end(error)
@@ -76,7 +66,7 @@ async def serve(
         ready.epoch,
         continuation=served.continuation_id,
         can_rest=member.seat is not None,
-        can_offload=True,
+        cannot_offload="",
     )
     channel.prepared(backend, prepared)
     await asyncio.Event().wait()
@@ -85,10 +75,8 @@ async def serve(
 class ReferenceBackend:
     """One incarnation's model service: what `channel.Backend` asks for."""
 
-    def __init__(self, served: ServedModel, rank: Rank, seat: serving.ServingSeat | None) -> None:
-        """`seat`: the serving seat of this process; a process without one cannot sleep. Rank 0
-        obeys between two steps of the model."""
-        self._seat = seat
+    def __init__(self, served: ServedModel, rank: Rank) -> None:
+        """Rank 0 obeys between two steps of the model."""
         self._served, self._model, self._rank = served, served.model, rank
         self._lent: socket.socket | None = None  # from a wake until it serves
         self._accepting: asyncio.Server | None = None
@@ -123,11 +111,9 @@ class ReferenceBackend:
                     pass
         self._rank.rehearse(is_on=False)
 
-    async def wake(self, token: int, listening: OwnedFd, *, era: str = NO_ERA) -> WokenMsg:
+    async def wake(self, token: int, era: str, listening: OwnedFd) -> WokenMsg:
         """Take KV memory and keep `listening` for `serve`. Takes the fd."""
         with listening:
-            if self._seat is not None:
-                self._seat.join(token)
             self._served.token = token
             self._served.is_behind_gateway = is_private(listening)
             self._lent = socket.socket(fileno=listening.detach())
@@ -141,15 +127,9 @@ class ReferenceBackend:
         loop, lent = asyncio.get_running_loop(), self._lent
         self._accepting = await loop.create_server(self._server, sock=lent, backlog=BACKLOG)
 
-    def health(self) -> HealthyMsg:
-        served, kept = self._served, self._rank.kept
-        return HealthyMsg(
-            in_flight=self._model.in_flight,
-            rejected=served.rejected,
-            replayed=served.replayed,
-            published_blocks=kept.writer.published if kept is not None else 0,
-            kept_blocks=kept.writer.kept if kept is not None else 0,
-        )
+    @property
+    def in_flight(self) -> int:
+        return self._model.in_flight
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Accept no more, answer requests on open connections, cut them when the budget is spent.

@@ -18,12 +18,6 @@ from plumbing.errors import UnderstudyError
 
 
 @answering
-def _into_huge_pages(core: Any) -> None:
-    """Once the engine is prepared."""
-    process_memory.into_huge_pages()
-
-
-@answering
 def _join(core: Any, token: int) -> None:
     """Before any process maps KV memory under `token`."""
     membership.join_serving(token)
@@ -44,16 +38,18 @@ _stock_initialize = EngineCore._initialize_kv_caches
 
 
 def _initialize_kv_caches(core: Any, vllm_config: Any) -> Any:
-    """As vLLM does. Its refusal would be lost with this process, and the death look as if a restart
-    would fix it. Errors of workers are of other classes, and theirs to report."""
+    """As vLLM does, at the end of the start. Its refusal would be lost with this process, and the
+    death look as if a restart would fix it. Errors of workers are of other classes, and theirs to
+    report."""
     with reporting():
         try:
-            return _stock_initialize(core, vllm_config)
+            planned = _stock_initialize(core, vllm_config)
         except ValueError as error:
             raise kv_size.refused(error) from error
+    process_memory.into_huge_pages()  # so that this process dies sooner
+    return planned
 
 
 EngineCore._initialize_kv_caches = _initialize_kv_caches
-EngineCore.understudy_into_huge_pages = _into_huge_pages
 EngineCore.understudy_join = _join
 EngineCore.understudy_leave = _leave

@@ -19,6 +19,7 @@ from typing import Any
 
 from engine.backends import process
 from engine.backends.process import BackendProcess
+from engine.messages import Counts
 from lockserver.client import serving
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.process import die_with_parent
@@ -58,6 +59,11 @@ def current() -> BackendProcess:
     if _member is None:
         raise InvariantError("this process has not joined an incarnation; the plugin does that")
     return _member
+
+
+def counts() -> Counts:
+    """What this process shows the supervisor."""
+    return Counts() if _member is None else _member.counts
 
 
 def join_serving(token: int) -> None:

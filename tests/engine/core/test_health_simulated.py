@@ -195,12 +195,9 @@ class Simulation:
         self.canary = self._run_canary
         self.settings, self.clock = SimpleNamespace(config=config), self.world
         self.channel = self
-        HealthWatch(
-            self,
-            self,
-            lambda: Signs(self.engine.progress),
-            lambda healthy: None,
-        )
+        self.signs = lambda: Signs(self.engine.progress)
+        self.answered = lambda healthy: None
+        HealthWatch(self, self)
 
     def run(self, until_ms: float) -> None:
         self.world.run(until_ms, lambda: self.verdict is not None)

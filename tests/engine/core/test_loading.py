@@ -9,12 +9,11 @@ def test_one_rank_wants_the_loader_until_it_is_attached():
     """Ask, get the lock, attach: `loader` is wanted exactly in between."""
     loading = Loading(Role.AUTO)
     assert not loading.wants_loader
-    loading.asked(0, 1)
-    assert loading.permitted(has_loader=False) == []
+    loading.asked(1)
+    assert not loading.is_permitted(has_loader=False)
     assert loading.wants_loader
-    assert loading.is_waiting
-    assert loading.permitted(has_loader=True) == [0]
-    assert (loading.mode, loading.is_waiting) == ("rw_or_ro", False)
+    assert loading.is_permitted(has_loader=True)
+    assert loading.mode == "rw_or_ro"
     assert loading.attached(0, {"model": "m"}) is None
     assert not loading.wants_loader
 
@@ -24,8 +23,8 @@ def test_no_backend_is_prepared_while_a_rank_has_no_weights():
     it waits for no lock."""
     loading = Loading(Role.SHADOW)
     assert loading.missing is None  # a backend may have no weights of this kind at all
-    loading.asked(0, 3)
-    assert loading.permitted(has_loader=False) == [0]
+    loading.asked(3)
+    assert loading.is_permitted(has_loader=False)
     assert (loading.mode, loading.wants_loader) == ("ro", False)
     loading.attached(0, {"model": "m"})
     assert loading.missing == "of 3 ranks, 1, 2 attached no weights"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.core.events import State
-from engine.core.probes import TABLE, View, answer
+from engine.core.probes import TABLE, View, objection
 
 
 def views(state: State) -> list[View]:
@@ -35,7 +35,7 @@ def ok(endpoint: str) -> list[set[State]]:
     found: list[set[State]] = [set() for _ in range(5)]
     for state in State:
         for where, view in zip(found, views(state), strict=True):
-            if answer(endpoint, view).ok:
+            if not objection(endpoint, view):
                 where.add(state)
     return found
 
@@ -66,5 +66,5 @@ def test_ready_is_what_can_serve_and_serving_what_does():
 def test_cold_engine_is_started_and_alive_and_not_ready():
     """Goal: no kubelet restarts a container for being cold, also before its first launch."""
     view = View(State.DEAD, False, False, is_healthy=True, is_crash_loop=False, is_cold=True)
-    answers = {name: answer(name, view).ok for name in TABLE}
+    answers = {name: not objection(name, view) for name in TABLE}
     assert answers == {"startup": True, "live": True, "ready": False, "serving": False}

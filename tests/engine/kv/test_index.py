@@ -52,7 +52,7 @@ def test_count_of_kept_blocks_is_what_the_next_engine_finds(seed):
             writer.clear()
         if step == 100:
             writer = writer_over(content, "c2", adopted_from(content))
-        assert writer.kept == len(adopted_from(content).records)
+        assert writer.counts.kept == len(adopted_from(content).records)
 
 
 @pytest.mark.parametrize("end", ["invalidate", "clear"])

@@ -18,6 +18,7 @@ from engine.backends.reference.application import ServedModel, make_app
 from engine.backends.reference.generation import Generator, NewToken, TokenRequest
 from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import Tokenizer
+from engine.messages import Counts
 from plumbing import gateway_protocol as hop
 from tests.engine.reference.support import cache_for, decoder_of
 
@@ -32,6 +33,7 @@ class StubModel:
         decoder = decoder_of(directory)
         self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT))
         self.started, self.slots = 0, 2
+        self.counts = Counts()
 
     @contextmanager
     def generate(self, wanted: TokenRequest) -> Iterator[StubModel]:

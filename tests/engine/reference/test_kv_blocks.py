@@ -24,6 +24,7 @@ from engine.backends.reference.ranks import Peers
 from engine.kv.adopter import adoptable
 from engine.kv.layout import IndexPage, IndexRecord, index_bytes
 from engine.kv.writer import IndexWriter
+from engine.messages import Counts
 from gms.client import ADOPTED, ADOPTING, KvClaim
 from plumbing.wire.fds import OwnedFd
 from tests.engine.kv.indexes import HEADER, block_hash
@@ -177,7 +178,7 @@ def engine(leases: list[Any], number: int, weights: Any = WEIGHTS) -> KeptPools:
         lease.marks.clear()
     config = decoder_of(golden("untied-gqa-bf16")).config
     ranks = [(lease.pool, *each) for lease, each in zip(leases, weights, strict=True)]
-    return KeptPools(leases, headers_of(config, SIZE, ranks), may_adopt=True)
+    return KeptPools(leases, headers_of(config, SIZE, ranks), may_adopt=True, counts=Counts())
 
 
 @pytest.fixture(name="leases")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,9 +15,10 @@ from aiohttp.test_utils import TestServer
 
 from engine.backends.reference.application import ServedModel, make_app
 from engine.backends.reference.generation import NewToken, TokenRequest
-from engine.backends.reference.model import QUEUE_MAX, ModelLoop
+from engine.backends.reference.rank import QUEUE_MAX, ModelLoop
 from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import Tokenizer
+from engine.messages import Counts
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
 
@@ -64,7 +64,7 @@ Scenario = Callable[[ModelLoop, StubRank, list[Exception]], Any]
 def run(scenario: Scenario) -> None:
     failures: list[Exception] = []
     rank = StubRank()
-    model = ModelLoop(rank, SLOTS, failures.append, ctypes.c_uint64())  # type: ignore[arg-type] # a stand-in
+    model = ModelLoop(rank, SLOTS, failures.append, Counts())  # type: ignore[arg-type] # a stand-in
     asyncio.run(scenario(model, rank, failures))
 
 
@@ -103,7 +103,7 @@ def test_tokens_reach_their_own_request_and_count_as_progress():
             with generate(model) as gone:
                 assert (await first.get()).token == 8
             assert ((await second.get()).token, gone.empty()) == (7, True)
-            assert (model._progress.value, model.in_flight) == (2, 1)
+            assert (model.counts.progress, model.in_flight) == (2, 1)
         assert (rank.numbers, rank.cancelled) == ([1, 2, 3], [3, 2])
         assert (model.in_flight, failures) == (0, [])
 
@@ -141,7 +141,7 @@ def test_full_engine_refuses_a_stream_with_a_status(model: Path):
                 assert response.headers["X-Understudy-Token"] == "5"
                 error = (await response.json())["error"]
                 assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
-            assert served.rejected == 1
+            assert served.model.counts.rejected == 1
             unfinished.close()
 
     run(scenario)

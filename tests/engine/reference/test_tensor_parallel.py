@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from engine.backends.reference.checkpoint import identity, open_checkpoint, same_on_every_rank
+from engine.backends.reference.checkpoint import identity, open_checkpoint
 from engine.backends.reference.config import read_config
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, TokenRequest, canary
 from engine.backends.reference.kv_blocks import BLOCK_TOKENS, BlockStore, PrefixCache
 from engine.backends.reference.random_model import write_random_model
 from engine.backends.reference.ranks import Array, Peers, Pipe
+from engine.backends.shards import same_on_every_rank
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
     GREEDY,

@@ -10,7 +10,6 @@ and the end of the input ends it all.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 from engine.backends.process import ENGINE_ID_ENV
 from engine.backends.vllm import process_tuning
 from engine.backends.vllm.api.main import ENVIRONMENT, make_engine
+from engine.messages import Counts
 from plumbing.wire.fds import OwnedFd
 from tests.vllm.overlapping import keep_async_scheduling
 from tests.vllm.resume_matrix.model import ADAPTER, RANK, write_adapter, write_thinking_model
@@ -69,7 +69,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
         write_adapter(adapter)
         flags = [*flags, f"--lora-modules={ADAPTER}={adapter}", f"--max-lora-rank={RANK}"]
     parsed = arguments.parse([model, *FLAGS, *flags])
-    args, steps = parsed.vllm, StepCounter(ctypes.c_uint64())
+    args, steps = parsed.vllm, StepCounter(Counts())
     args.worker_cls = "tests.vllm.resume_matrix.worker.Worker"
     args.load_format, args.model_loader_extra_config = "auto", {}
     private = bind(args, f"{path}.trial")
@@ -86,7 +86,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
         listening.listen()
         fd = OwnedFd(listening.detach())
     with fd:
-        await backend.wake(TOKEN, fd)
+        await backend.wake(TOKEN, "", fd)
     canary = await backend.run_canary()
     assert canary.ok, canary.detail
     await backend.serve()

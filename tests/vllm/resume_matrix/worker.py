@@ -42,9 +42,6 @@ class Worker(StockWorker):  # type: ignore[misc]  # unknown where types are chec
             cannot_offload="it has no memory service",
         )
 
-    def understudy_into_huge_pages(self) -> dict[str, Any]:
-        return self._answer(huge_bytes=0)
-
     def understudy_join(self, token: int) -> dict[str, Any]:
         return self._answer()
 

@@ -20,7 +20,6 @@ undone: the incarnation ends, and another is launched.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import math
 import os
@@ -45,15 +44,7 @@ from engine.backends.vllm.api.self_test import SelfTest
 from engine.backends.vllm.membership import Answer
 from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.versions import vllm_version
-from engine.messages import (
-    NO_ERA,
-    CanaryMsg,
-    HealthyMsg,
-    PreparedMsg,
-    RestedMsg,
-    WeightsPlacedMsg,
-    WokenMsg,
-)
+from engine.messages import CanaryMsg, Counts, PreparedMsg, RestedMsg, WeightsPlacedMsg, WokenMsg
 from lockserver.client import serving
 from plumbing import gateway_protocol as hop
 from plumbing.errors import UnderstudyError
@@ -137,11 +128,7 @@ class VllmBackend:
         self._kv.problem = self._kv.problem or features.why_not[KEEP_KV]
         if not features.has(SLEEP):
             self._seat = None
-        # So that they die sooner (`process_memory.py`).
-        await self._ask_ranks("understudy_into_huge_pages", STATUS_WAIT_S)
-        if self._seat is not None:  # else this vLLM's core may not be as we know it
-            await self._ask_core("understudy_into_huge_pages")
-        await asyncio.to_thread(process_memory.into_huge_pages)
+        await asyncio.to_thread(process_memory.into_huge_pages)  # so that it dies sooner
         self.is_parked = True
         return PreparedMsg(
             weights_bytes=sum(status["weights_bytes"] for status in statuses),
@@ -150,7 +137,6 @@ class VllmBackend:
             continuation=self._continuing.id,
             warnings=self._warnings(),
             can_rest=self._seat is not None,
-            can_offload=self._seat is not None and features.has(OFFLOAD),
             cannot_offload=features.why_not[OFFLOAD],
         )
 
@@ -176,7 +162,7 @@ class VllmBackend:
         self._continuing = self._find_continuing(identity) if can_resume else Continuing()
         self._engine.continuing = self._continuing
 
-    async def wake(self, token: int, listening: OwnedFd, *, era: str = NO_ERA) -> WokenMsg:
+    async def wake(self, token: int, era: str, listening: OwnedFd) -> WokenMsg:
         """Take KV memory on all ranks. Keeps a copy of `listening`."""
         self.is_parked = False
         if self._seat is not None:
@@ -215,18 +201,7 @@ class VllmBackend:
         listening, self._listening = self._listening, None
         await self._front.open(listening)
         # Not waited for: the core may be in the middle of a long step for the first clients.
-        self._trusting = asyncio.create_task(self._trust())
-
-    async def _trust(self) -> None:
-        await self._kv.judge(self._engine)
-        await self._kv.follow(self._engine)
-
-    def health(self) -> HealthyMsg:
-        return HealthyMsg(
-            in_flight=self._in_flight,
-            published_blocks=self._kv.published,
-            kept_blocks=self._kv.kept,
-        )
+        self._trusting = asyncio.create_task(self._kv.judge(self._engine))
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Stop accepting, and finish requests on open connections within the budget."""
@@ -252,9 +227,9 @@ class VllmBackend:
         if keep_kv and is_idle:
             await self._kv.close(self._engine)
         await self._sleep(budget_s if is_idle else None)
-        if self._in_flight:
+        if self.in_flight:
             raise UnderstudyError(
-                "vllm.rest_in_flight", f"vLLM sleeps with {self._in_flight} requests in progress"
+                "vllm.rest_in_flight", f"vLLM sleeps with {self.in_flight} requests in progress"
             )
         # Before the ranks, who wait until the memory is free.
         await self._ask_core("understudy_leave")
@@ -266,13 +241,13 @@ class VllmBackend:
         return RestedMsg(sum(int(rank["kv_resident_bytes"]) for rank in ranks))
 
     @property
-    def _in_flight(self) -> int:
+    def in_flight(self) -> int:
         return int(self._engine.output_processor.get_num_unfinished_requests())
 
     async def _is_idle_within(self, budget_s: float) -> bool:
         """Whether the engine is done with the requests of connections that were closed."""
         end = time.monotonic() + budget_s
-        while self._in_flight:
+        while self.in_flight:
             if time.monotonic() > end:
                 return False
             await asyncio.sleep(COUNT_POLL_S)
@@ -433,15 +408,15 @@ class StepCounter(StatLoggerBase):
     reads, too, whatever the channel's thread has to wait for.
     """
 
-    def __init__(self, progress: ctypes.c_uint64) -> None:
-        self._progress = progress
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> StepCounter:
         """`AsyncLLM` calls this to make its loggers; it gets this one."""
         return self
 
     def record(self, *args: Any, **kwargs: Any) -> None:
-        self._progress.value += 1
+        self._counts.progress += 1
 
     def log_engine_initialized(self) -> None:
         pass

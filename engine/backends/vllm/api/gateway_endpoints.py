@@ -120,82 +120,57 @@ class Gate:
             await self._app(scope, receive, send)
             return
         traffic = self._traffic
-        exchange = _Exchange(traffic, receive, send)
+
+        async def respond(message: Message) -> None:
+            if traffic.is_dead():
+                await traffic.stay_silent()
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *traffic.headers()]
+                if traffic.is_draining:
+                    message["headers"].append(CLOSE)
+            await send(message)
+
         traffic.in_flight += 1
         try:
             if traffic.is_dead():
                 await traffic.stay_silent()
-            door = traffic.door
-            if door is None or await self._admit(door, scope, exchange):
-                await self._app(scope, exchange.receive, exchange.send)
+            admitted: Receive | None = receive
+            if traffic.door is not None:
+                admitted = await traffic.door.admit(scope, receive, respond)
+            if admitted is not None:
+                await self._app(scope, admitted, respond)
         finally:
             traffic.in_flight -= 1
 
-    async def _admit(self, door: Door, scope: Scope, exchange: _Exchange) -> bool:
-        """Behind a gateway: whether the application gets the request. Only what the gateway itself
-        sends is marked."""
-        if scope["path"].startswith(hop.HOP_PATHS):
-            await door.answer_hop(scope, exchange.send)
-            return False
-        headers = dict(scope["headers"])
-        attempt = hop.read_attempt(headers.get(ATTEMPT, b"").decode("latin-1"))
-        try:
-            journal = await exchange.take_journal(scope)
-        except ValueError as error:
-            what = f"This request's journal is damaged: {error}."
-            await send_json(exchange.send, 400, error_document(what, "vllm.bad_journal"))
-            return False
-        if headers.get(GATEWAY) == b"%d" % hop.VERSION:
-            # In this request's own task.
-            CURRENT.set(door.answer_to(scope["path"], journal, attempt))
-        return True
 
+async def take_journal(scope: Scope, receive: Receive) -> tuple[Receive, Journal | None]:
+    """Read the journal, if there is one, and take all private headers out of `scope`; what receives
+    the request's body without it.
 
-class _Exchange:
-    """One request: its body as the application reads it, and the response with our headers."""
+    Raises:
+        ValueError: the journal does not fit the request.
+    """
+    header = dict(scope["headers"]).get(JOURNAL)
+    scope["headers"] = [each for each in scope["headers"] if not each[0].startswith(PREFIX)]
+    if header is None:
+        return receive, None
+    whole, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ValueError("the connection ended within the body")
+        whole += message.get("body", b"")
+        more = message.get("more_body", False)
+    body, journal = hop.without_journal(bytes(whole), header.decode("latin-1"))
+    scope["headers"] = [
+        (name, b"%d" % len(body) if name == LENGTH else value) for name, value in scope["headers"]
+    ]
+    waiting = [{"type": "http.request", "body": body}]
 
-    def __init__(self, traffic: Traffic, receive: Receive, send: Send) -> None:
-        self.receive = receive
-        self._traffic, self._send = traffic, send
+    async def next_message() -> Message:
+        return waiting.pop() if waiting else await receive()
 
-    async def send(self, message: Message) -> None:
-        if self._traffic.is_dead():
-            await self._traffic.stay_silent()
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *self._traffic.headers()]
-            if self._traffic.is_draining:
-                message["headers"].append(CLOSE)
-        await self._send(message)
-
-    async def take_journal(self, scope: Scope) -> Journal | None:
-        """Read the journal, if there is one, and take all private headers out of `scope`.
-
-        Raises:
-            ValueError: the journal does not fit the request.
-        """
-        header = dict(scope["headers"]).get(JOURNAL)
-        scope["headers"] = [each for each in scope["headers"] if not each[0].startswith(PREFIX)]
-        if header is None:
-            return None
-        whole, receive, more = bytearray(), self.receive, True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                raise ValueError("the connection ended within the body")
-            whole += message.get("body", b"")
-            more = message.get("more_body", False)
-        body, journal = hop.without_journal(bytes(whole), header.decode("latin-1"))
-        scope["headers"] = [
-            (name, b"%d" % len(body) if name == LENGTH else value)
-            for name, value in scope["headers"]
-        ]
-        waiting = [{"type": "http.request", "body": body}]
-
-        async def next_message() -> Message:
-            return waiting.pop() if waiting else await receive()
-
-        self.receive = next_message
-        return journal
+    return next_message, journal
 
 
 @dataclass(frozen=True)
@@ -213,23 +188,35 @@ class Door:
     keeps_responses: bool = True
     responses: Continuation = Continuation.NONE
 
-    async def answer_hop(self, scope: Scope, send: Send) -> None:
-        """A request below `HOP_PATHS`."""
-        match scope["method"], scope["path"]:
-            case "GET", hop.HELLO_PATH:
+    async def admit(self, scope: Scope, receive: Receive, send: Send) -> Receive | None:
+        """What receives the request's body for the application; None: it is answered here. Only
+        what the gateway itself sends is marked."""
+        if scope["path"].startswith(hop.HOP_PATHS):
+            if (scope["method"], scope["path"]) == ("GET", hop.HELLO_PATH):
                 await send_json(send, 200, msgspec.to_builtins(self.hello()))
-            case _:
+            else:
                 await send_json(send, 404, {"error": f"{scope['path']} does not exist"})
-
-    def answer_to(self, path: str, journal: Journal | None, attempt: bytes) -> Answer:
-        is_kept = self.keeps_responses and path.startswith(RESPONSES_PATH)
-        return Answer(
-            journal,
-            has_boundaries=self.has_parsers and path not in PLAIN_PATHS,
-            is_repeatable=not is_kept,
-            expected=self.responses if path == RESPONSES_PATH else Continuation.NONE,
-            attempt=attempt,
-        )
+            return None
+        headers = dict(scope["headers"])
+        attempt = hop.read_attempt(headers.get(ATTEMPT, b"").decode("latin-1"))
+        try:
+            receive, journal = await take_journal(scope, receive)
+        except ValueError as error:
+            what = f"This request's journal is damaged: {error}."
+            await send_json(send, 400, error_document(what, "vllm.bad_journal"))
+            return None
+        if headers.get(GATEWAY) == b"%d" % hop.VERSION:
+            path = scope["path"]
+            is_kept = self.keeps_responses and path.startswith(RESPONSES_PATH)
+            answer = Answer(
+                journal,
+                has_boundaries=self.has_parsers and path not in PLAIN_PATHS,
+                is_repeatable=not is_kept,
+                expected=self.responses if path == RESPONSES_PATH else Continuation.NONE,
+                attempt=attempt,
+            )
+            CURRENT.set(answer)  # in this request's own task
+        return receive
 
 
 # ---------------------------------------------------------------------- marks

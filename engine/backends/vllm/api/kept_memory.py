@@ -23,8 +23,6 @@ OWN: Literal["private"] = "private"
 BEGIN_WAIT_S = 10.0
 JUDGE_WAIT_S = 5.0
 CLOSE_WAIT_S = 5.0  # the core is idle then
-# How often the core is asked how much it has published, for `status`: it answers between two steps.
-REPORT_EVERY_S = 5.0
 
 AskRanks = Callable[..., Awaitable[Sequence[Answer]]]
 
@@ -62,7 +60,6 @@ class KeptMemory:
             return 0, f"no block is published: {answer['problem']}"
         self._is_kept = True
         adopted, why_empty = int(answer["adopted"]), str(answer["why_empty"])
-        self.kept = adopted
         logger.info("adopted %d KV blocks %s", adopted, why_empty and f"({why_empty})")
         return adopted, why_empty and f"no block was adopted: {why_empty}"
 
@@ -73,20 +70,6 @@ class KeptMemory:
         problem = (await ask_core(engine, JUDGE_WAIT_S, "understudy_judge_kv", why))["problem"]
         if problem:
             logger.warning("the verdict on the KV blocks was not recorded: %s", problem)
-
-    async def follow(self, engine: Any) -> None:
-        """Keep `published` and `kept` current, until the core gives the index up or fails."""
-        while self._is_kept and not engine.errored:
-            await asyncio.sleep(REPORT_EVERY_S)
-            answer = await ask_core(engine, REPORT_EVERY_S, "understudy_report_kv")
-            if answer["code"]:  # a long step; the watch notices a core that has failed
-                continue
-            self.published, self.problem = int(answer["published"]), str(answer["problem"])
-            self.kept = int(answer["kept"])
-            if self.problem:
-                self._is_kept = False
-                self.kept = 0
-                logger.warning("no KV block is published any more: %s", self.problem)
 
     async def close(self, engine: Any) -> None:
         """Before vLLM resets its prefix cache: what was published stays for the next engine. Where
@@ -101,7 +84,6 @@ class KeptMemory:
     def renew(self) -> None:
         """Once the engine core maps nothing any more: all is as before the wake."""
         self._is_kept = False
-        self.published = self.kept = 0
 
 
 async def ask_core(engine: Any, wait_s: float, method: str, *asked: Any) -> Answer:

@@ -98,7 +98,7 @@ async def _run(parsed: ServeArguments, sock: socket.socket, member: BackendProce
         from engine.backends.vllm.api.continuation import continuing
         from engine.backends.vllm.api.http import Front, bind
 
-        steps = StepCounter(member.progress)
+        steps = StepCounter(member.counts)
         listener = bind(args, os.path.join(os.environ[DIRECTORY_ENV], trial))
         engine, features = make_engine(parsed, steps)
         front = await Front.start(engine, args, listener, parsed.body_bytes_max)

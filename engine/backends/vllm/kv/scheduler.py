@@ -2,7 +2,7 @@
 begins with that index.
 
 vLLM finds these classes by name (`scheduler_cls`), and the backend calls the core's methods by name
-(`call_utility_async`), so four are added to it here.
+(`call_utility_async`), so three are added to it here.
 
 `PoolIndex` owns the order in which an engine begins: borrow, compare, adopt into the block pool or
 begin empty, and only then may a step be sent. What fails here costs the adoption and the
@@ -12,6 +12,7 @@ workers), because this engine is about to write over the blocks that it describe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +23,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from engine.backends.memory_session import KeptPools, borrow
+from engine.backends.vllm import membership
 from engine.backends.vllm.kv.block_pool import KeptBlockPool, problem_with_groups
 from engine.backends.vllm.membership import Answer, answering
 from engine.kv.layout import IndexHeader
 from engine.kv.writer import KeptIndex
 from gms.client import KvClaim, KvLease
 from plumbing.errors import UnderstudyError
+
+logger = logging.getLogger(__name__)
 
 
 class Keeping:
@@ -65,7 +69,10 @@ class Keeping:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]  # a mixin: vLLM has the method
+        before = self.kept.problem
         self.kept.processed(scheduler_output)
+        if self.kept.problem != before:
+            logger.warning("no KV block is published any more: %s", self.kept.problem)
         return outputs
 
 
@@ -99,12 +106,6 @@ def _judge(core: Any, why: str) -> None:
 
 
 @answering
-def _report(core: Any) -> Answer:
-    kept = _index(core).kept
-    return {"problem": kept.problem, "published": kept.published, "kept": kept.kept}
-
-
-@answering
 def _close(core: Any) -> None:
     if core.scheduler.has_unfinished_requests():  # more than the API process knows of
         raise UnderstudyError("vllm.in_progress", "requests are in progress")
@@ -113,7 +114,6 @@ def _close(core: Any) -> None:
 
 EngineCore.understudy_close_kv = _close
 EngineCore.understudy_begin_kv = _begin
-EngineCore.understudy_report_kv = _report
 EngineCore.understudy_judge_kv = _judge
 
 
@@ -144,7 +144,9 @@ class PoolIndex:
             IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm(), **rank["facts"])
             for rank, lease in zip(ranks, self._leases, strict=True)
         ]
-        pools = self._pools = KeptPools(self._leases, headers, may_adopt=may_adopt)
+        counts = membership.counts()
+        pools = KeptPools(self._leases, headers, may_adopt=may_adopt, counts=counts)
+        self._pools = pools
         self._pool.adopt(pools.adopted, headers[0].block_tokens)
         self.kept.open(pools.writer)
         return {"adopted": len(pools.adopted), "why_empty": pools.why_empty}

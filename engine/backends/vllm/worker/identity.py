@@ -66,11 +66,6 @@ class Identity:
         return {**self._settings, "draft": draft, "models": models}
 
 
-def same_on_every_rank(identity: Document) -> Document:
-    """The part of an identity that must be equal on all ranks of an engine."""
-    return {name: value for name, value in identity.items() if name != "rank"}
-
-
 def files_of(path: str) -> Document:
     """Header and sample of every weight file in the directory `path`, or of that file, by name.
 

@@ -25,10 +25,11 @@ from vllm.platforms import current_platform
 from engine.backends import memory_session as session
 from engine.backends.memory_session import KeptWeights
 from engine.backends.process import BackendProcess
+from engine.backends.shards import same_on_every_rank
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import binding
 from engine.backends.vllm.worker.checkpoint_load import ModelLoad, inner_loader
-from engine.backends.vllm.worker.identity import Document, Identity, same_on_every_rank
+from engine.backends.vllm.worker.identity import Document, Identity
 from engine.backends.vllm.worker.pulse import Meter
 from gms.client import Reader, Writer
 from plumbing.errors import InvariantError, UnderstudyError
@@ -102,9 +103,9 @@ class RankWeights:
         load_format = config.model_loader_extra_config["load_format"]
         self._source = Identity(vllm_config, config, str(load_format))
         self.identity = self._source.read()
-        leave = self._member.may_load(session.WAIT_S, self._rank, parallel.world_size)
+        about = self.identity, self._rank, parallel.world_size
+        attached = session.attach(self._member, self._device, *about)
         self._began_s = time.monotonic()
-        attached = session.attach(self._member, self._device, leave.mode, self.identity, self._rank)
         if isinstance(attached, Writer):
             self._meter = Meter(attached)
         return attached

@@ -27,13 +27,12 @@ from engine.backends import process_memory
 from engine.backends.kv_range import Backing, KvRange, Range
 from engine.backends.memory_session import borrow, page_of
 from engine.backends.process_memory import check_can_ever_fit
-from engine.backends.shards import digest_of
+from engine.backends.shards import digest_of, same_on_every_rank
 from engine.backends.vllm import NO_SELF_TEST, membership, resume
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import facts
 from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.worker import kv_arena, weights
-from engine.backends.vllm.worker.identity import same_on_every_rank
 from engine.backends.vllm.worker.kv_arena import KVArena
 from engine.kv.layout import index_bytes
 from gms.client import BEGUN, KvClaim, KvLease
@@ -118,7 +117,9 @@ class ParkingWorker(StockGPUWorker):
                 "engine.warm_up",
                 f"rank {self.rank} cannot warm up: its KV memory is {self.kv.backing}",
             )
-        return super().compile_or_warm_up_model()
+        took: Any = super().compile_or_warm_up_model()
+        process_memory.into_huge_pages()  # so that this process dies sooner
+        return took
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":
@@ -188,11 +189,6 @@ class ParkingWorker(StockGPUWorker):
             "cannot_keep_kv": self._cannot_keep,
             "cannot_offload": ours.cannot_offload,
         }
-
-    @answering
-    def understudy_into_huge_pages(self) -> None:
-        """Once the engine is prepared, so that this process dies sooner."""
-        process_memory.into_huge_pages()
 
     @answering
     def understudy_scratch(self) -> None:
