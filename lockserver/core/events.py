@@ -2,14 +2,10 @@
 behaviour.
 
 The shell (`server.py`, or a simulation) calls the machine's entries; effects go back to it, in
-order. The only effect with an answer is `Persist`: the shell calls `persisted` before anything
-else, so that nothing is ever sent that is not on disk.
+order. None has an answer.
 
 A holder over TCP is filed with the length of its lease, and has no witness that this server could
-lock. It is filed with device and inode 0, which no file has: a server that does not know leases and
-reads this file finds the witness unproven, makes no grant and reports why. That is why the file's
-schema is the same as without leases; a new number would look like a lost state to it, and after a
-lost state a lock is free as soon as no local process holds a witness.
+lock: it is filed with device and inode 0, which no file has.
 """
 
 from __future__ import annotations
@@ -39,10 +35,6 @@ def unlockable_witness(incarnation: str) -> WitnessFile:
     return WitnessFile(name_of(incarnation), 0, 0)
 
 
-class FiledLease(msgspec.Struct, frozen=True):
-    ms: Annotated[int, msgspec.Meta(ge=1, le=LEASE_MS_MAX)]
-
-
 class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     """The holder of a lock, as it is filed: enough to find the evidence again after a restart."""
 
@@ -53,17 +45,14 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     ino: int
     token: int
     since_mono_ms: float
-    lease: FiledLease | None = None  # over TCP: the evidence, in place of the witness
+    # Over TCP: the length of its lease, the evidence in place of the witness.
+    lease_ms: Annotated[int, msgspec.Meta(ge=1, le=LEASE_MS_MAX)] | None = None
     # The evidence if it hands over in place: its serving file's device and inode.
     serving_id: tuple[int, int] | None = msgspec.field(name="serving", default=None)
 
     @property
     def witness(self) -> WitnessFile:
         return WitnessFile(name_of(self.incarnation), self.dev, self.ino)
-
-    @property
-    def lease_ms(self) -> int | None:
-        return None if self.lease is None else self.lease.ms
 
     @property
     def serving(self) -> ServingFile | None:
@@ -146,10 +135,6 @@ class RefuseConnection(LockEffect, frozen=True):
 class Close(LockEffect, frozen=True):
     conn: int
     reason: str
-
-
-class Persist(LockEffect, frozen=True):
-    record: LockRecord
 
 
 class Forget(LockEffect, frozen=True):

@@ -6,7 +6,7 @@ process ended, it fell silent), `recovery.probes_due` names its witness exactly 
 witness free would settle the matter; the shell tries it and calls `witness_free`. Of an engine on
 another host its lease is the evidence, which the machine has itself (`leases.py`). Likewise
 `recovery.handed_over` names the serving file of a holder that says that it handed over and lives.
-After every event the ledger chooses the next grant, which is made once it is on disk.
+After every event the ledger makes the next grants, each once it is on disk.
 
 Rules that are here because leaving them out broke an invariant in the model: the newest message of
 a supervisor counts, in whatever order its connections are read; an incarnation that is no longer
@@ -17,8 +17,7 @@ be read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Concatenate, ParamSpec
 
 from lockserver.core import events as ev
@@ -42,38 +41,29 @@ from lockserver.core.supervisors import (
 )
 from lockserver.core.switchover import Switchovers, tell_holder, tell_standbys
 from lockserver.messages import RenewedMsg
-from plumbing.errors import InvariantError
 
 SILENT_MS = 3000.0
 WINDOW_MS = 10_000.0
 RETRY_MS = 1000.0  # a grant that cannot be written is tried again this often
 
-
-@dataclass(frozen=True, slots=True)
-class _Grant:
-    lock: Lock
-    holder: Holder
-    waiter: Waiter
+# Puts the record on disk and returns; a sentence says why it may not be there.
+Write = Callable[[ev.LockRecord], str | None]
 
 
 class Ledger:
-    """The token, the next grant, and the one write under way.
-
-    A grant is chosen, written, and only then made: `next_write` chooses it and returns what must be
-    on disk; `written` makes it and sends it. In between nothing else may happen, so what is on disk
-    is never behind what was sent. After a write that fails, the grant is chosen again a second
-    later.
+    """The token, and the only way to a grant: it is chosen, written, and only then made and sent,
+    so what is on disk is never behind what was sent. After a write that fails, the grant is chosen
+    again a second later.
 
     The surprising thing: the same token may be written twice for different engines, if the first
     write failed; it was never sent, so no engine has seen it.
     """
 
-    def __init__(self, record: ev.LockRecord) -> None:
+    def __init__(self, record: ev.LockRecord, write: Write) -> None:
         self.token, self.era = record.token, record.era
         self.problem: str | None = None  # why grants cannot be written, and since when
         self.problem_ms = 0.0
-        self.is_writing = False
-        self._grant: _Grant | None = None
+        self._write = write
         self._writes_due = 0  # without a grant: the record on disk is behind
         self._retry_ms = 0.0
 
@@ -89,54 +79,52 @@ class Ledger:
         """This token is over, according to a serving file or to whom it was granted."""
         self.token = max(self.token, token)
 
-    def next_write(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> list[LockEffect]:
-        """Choose the next grant, or nothing: what must be on disk before it is made."""
-        if self.is_writing or (self.problem is not None and now_ms < self._retry_ms):
-            return []
-        self._grant = self._choose(locks, supervisors, now_ms)
-        if self._grant is None and self._writes_due == 0:
-            return []
-        self.is_writing = True
-        return [ev.Persist(self._record(locks))]
-
-    def _choose(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> _Grant | None:
-        for lock in locks.values():
-            if lock.state is not LockState.FREE:
-                continue
-            waiter = next_of(lock, supervisors)
-            if waiter is None:
-                continue
-            want = supervisors[waiter.supervisor].want
-            holder = holder_of(want, self.token + 1, now_ms)
-            return _Grant(lock, holder, waiter)
-        return None
-
-    def _record(self, locks: Mapping[str, Lock]) -> ev.LockRecord:
-        holders = {lock.name: lock.holder for lock in locks.values() if lock.holder is not None}
-        token = self.token
-        if self._grant is not None:
-            holders[self._grant.lock.name] = self._grant.holder
-            token = self._grant.holder.token
-        return ev.LockRecord(
-            token, holders, frozenset(k.name for k in locks.values() if k.is_unknown), self.era
-        )
-
-    def written(self, supervisors: Supervisors, now_ms: float) -> Iterable[LockEffect]:
-        """The record is on disk: make the grant."""
-        self.is_writing = False
+    def write_next(
+        self, locks: Locks, supervisors: Supervisors, now_ms: float
+    ) -> list[LockEffect] | None:
+        """Make the next grant, or only write what is true; None: there is nothing to write now."""
+        if self.problem is not None and now_ms < self._retry_ms:
+            return None
+        granted = next(self._grants(locks, supervisors, now_ms), None)
+        if granted is None and self._writes_due == 0:
+            return None
+        problem = self._write(self._record(locks, granted))
+        if problem is not None:
+            return self._failed(problem, now_ms)
         self._writes_due = max(0, self._writes_due - 1)
+        effects: list[LockEffect] = []
         if self.problem is not None:
             self.problem = None
-            yield ev.Happened("lock.write_recovered", "grants can be written again")
-        grant, self._grant = self._grant, None
-        if grant is not None:
-            yield from self._make(grant, supervisors, now_ms)
+            effects.append(ev.Happened("lock.write_recovered", "grants can be written again"))
+        if granted is not None:
+            effects += self._make(*granted, supervisors, now_ms)
+        return effects
 
-    def _make(self, grant: _Grant, supervisors: Supervisors, now_ms: float) -> Iterable[LockEffect]:
-        lock, holder = grant.lock, grant.holder
-        event = sentences.granted(lock, holder, grant.waiter, now_ms)
+    def _grants(
+        self, locks: Locks, supervisors: Supervisors, now_ms: float
+    ) -> Iterator[tuple[Lock, Waiter, Holder]]:
+        """Those that can be made."""
+        for lock in locks.values():
+            waiter = next_of(lock, supervisors) if lock.state is LockState.FREE else None
+            if waiter is not None:
+                want = supervisors[waiter.supervisor].want
+                yield lock, waiter, holder_of(want, self.token + 1, now_ms)
+
+    def _record(self, locks: Locks, granted: tuple[Lock, Waiter, Holder] | None) -> ev.LockRecord:
+        holders = {lock.name: lock.holder for lock in locks.values() if lock.holder is not None}
+        token = self.token
+        if granted is not None:
+            lock, _, holder = granted
+            holders[lock.name], token = holder, holder.token
+        unknown = frozenset(lock.name for lock in locks.values() if lock.is_unknown)
+        return ev.LockRecord(token, holders, unknown, self.era)
+
+    def _make(
+        self, lock: Lock, waiter: Waiter, holder: Holder, supervisors: Supervisors, now_ms: float
+    ) -> Iterable[LockEffect]:
+        event = sentences.granted(lock, holder, waiter, now_ms)
         lock.fire(Signal.GRANTED, now_ms, holder)
-        lock.waiters.remove(grant.waiter)
+        lock.waiters.remove(waiter)
         self.token = holder.token
         conn = supervisors[holder.supervisor].conn
         assert conn is not None  # a closed connection leaves the queue
@@ -145,15 +133,15 @@ class Ledger:
         yield ev.Announce(holder.supervisor, message)
         yield event
 
-    def failed(self, reason: str, now_ms: float) -> Iterable[LockEffect]:
+    def _failed(self, reason: str, now_ms: float) -> list[LockEffect]:
         """Nothing was written, or perhaps it was: nothing is sent."""
-        self.is_writing, self._grant = False, None
         is_new = self.problem is None
         self.problem = f"grants cannot be written: {reason}; retrying every second"
         self._retry_ms = now_ms + RETRY_MS
-        if is_new:
-            self.problem_ms = now_ms
-            yield ev.Happened("lock.write_failed", self.problem, "error")
+        if not is_new:
+            return []
+        self.problem_ms = now_ms
+        return [ev.Happened("lock.write_failed", self.problem, "error")]
 
 
 P = ParamSpec("P")
@@ -162,20 +150,21 @@ On = Callable[Concatenate["LockMachine", float, P], Iterable[LockEffect]]
 
 def entry(on: On[P]) -> Callable[Concatenate[LockMachine, float, P], list[LockEffect]]:
     """What the shell calls, with the time first, when this has happened. The effects must be
-    carried out at once and in order. A `Persist` is always the last one; `persisted` is then the
-    next call."""
+    carried out at once and in order; what they send is on disk."""
 
     @functools.wraps(on)
     def happen(
         self: LockMachine, now_ms: float, /, *said: P.args, **named: P.kwargs
     ) -> list[LockEffect]:
-        if self.ledger.is_writing and on.__name__ != "persisted":
-            raise InvariantError(f"{on.__name__} while a grant is being written")
-        effects = list(on(self, now_ms, *said, **named))
-        effects += self.switchovers.observe(self.locks, now_ms)
-        effects += self._free_expired(now_ms)  # afterwards: a switchover must see its release
-        effects += tell_standbys(self.locks, self.supervisors, self.ledger.era)
-        return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
+        effects: list[LockEffect] = []
+        news: Iterable[LockEffect] | None = on(self, now_ms, *said, **named)
+        while news is not None:
+            effects += news
+            effects += self.switchovers.observe(self.locks, now_ms)
+            effects += self._free_expired(now_ms)  # afterwards: a switchover must see its release
+            effects += tell_standbys(self.locks, self.supervisors, self.ledger.era)
+            news = self.ledger.write_next(self.locks, self.supervisors, now_ms)
+        return effects
 
     return happen
 
@@ -186,6 +175,7 @@ class LockMachine:
     def __init__(
         self,
         record: ev.LockRecord,
+        write: Write,
         now_ms: float,
         *,
         models: Sequence[str] = (),
@@ -193,10 +183,10 @@ class LockMachine:
         window_ms: float = WINDOW_MS,
         leases: Leases | None = None,
     ) -> None:
-        """Start from the record on disk: its holders are `recovering` until they reconnect.
-        `models`: each has a lock; without any, the pod has one. `leases`: of engines on other
-        hosts."""
-        self.ledger = Ledger(record)
+        """Start from the record on disk: its holders are `recovering` until they reconnect. `write`
+        puts the next one there. `models`: each has a lock; without any, the pod has one. `leases`:
+        of engines on other hosts."""
+        self.ledger = Ledger(record, write)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name) for name in locks_of(models, record)}
@@ -216,13 +206,6 @@ class LockMachine:
             for k in locks
             if k.state is LockState.RECOVERING
         ]
-
-    @entry
-    def persisted(self, now_ms: float, problem: str | None = None) -> Iterable[LockEffect]:
-        """The record is on disk; or it may not be, because of `problem`."""
-        if problem is not None:
-            return self.ledger.failed(problem, now_ms)
-        return self.ledger.written(self.supervisors, now_ms)
 
     @entry
     def switch_over_asked(self, now_ms: float, asked: SwitchOverAsked) -> Iterable[LockEffect]:

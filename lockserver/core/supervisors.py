@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from lockserver.core.events import FiledLease, Holder, RefuseConnection, Wanted
+from lockserver.core.events import Holder, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, Signal, Waiter
 from lockserver.core.names import ENGINE_ID, INCARNATION, name_of
 from lockserver.messages import WantMsg
@@ -98,7 +98,7 @@ def holder_of(want: Wanted, token: int, now_ms: float) -> Holder:
         ino=file.ino,
         token=token,
         since_mono_ms=now_ms,
-        lease=None if want.lease_ms is None else FiledLease(want.lease_ms),
+        lease_ms=want.lease_ms,
         serving_id=None if want.serving is None else (want.serving.dev, want.serving.ino),
     )
 

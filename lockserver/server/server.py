@@ -5,9 +5,9 @@ carries out the machine's effects. It must not decide who holds what: every ques
 Everything runs as callbacks on one loop, so the machine is never entered twice.
 
 No effect may fail and take those after it with it: what a shortage can prevent is repeated by its
-owner (lending the socket) or answered (a write); anything else is our own fault. A `Persist` is
-done in place (0.2–0.3 ms) on purpose, because nothing may happen between choosing a holder and
-having it on disk; its outcome goes back into the machine before it returns.
+owner (lending the socket); anything else is our own fault. The machine writes each grant to disk
+itself, in place (0.2–0.3 ms) on purpose: nothing may happen between choosing a holder and having it
+on disk.
 
 Events are recorded a moment after engines have been answered, with their own time: a log line, an
 event for the observers and the counters cost as much as the whole path of a grant (half a
@@ -210,6 +210,7 @@ class LockServer:
         )
         self.machine = machine = LockMachine(
             record,
+            self._write,
             clock.now_ms(),
             models=settings.models,
             silent_ms=settings.silent_ms,
@@ -458,8 +459,6 @@ class LockServer:
                     closed.close(reason)
             case ev.Announce():
                 self._announce(effect)
-            case ev.Persist():
-                self._persist(effect.record)
             case ev.Forget():
                 self.processes.forget(effect.supervisor)
             case ev.AnswerSwitchOver((int(number), int(request_id)), answer):
@@ -477,15 +476,18 @@ class LockServer:
                 conn.send(message)
         self._wire.tell_observers(message)
 
-    def _persist(self, record: ev.LockRecord) -> None:
+    def _write(self, record: ev.LockRecord) -> str | None:
         try:
             self.state.write(record)
         except OSError as error:
-            self.feed(self.machine.persisted, f"{self.state.path}: {error.strerror}")
-            return
-        self.feed(self.machine.persisted)
+            return f"{self.state.path}: {error.strerror}"
+        self._loop.call_soon(self._remove_dead)  # once the grant is sent
+        return None
+
+    def _remove_dead(self) -> None:
         known = {s.witness for s in self.machine.supervisors.values() if s.witness}
-        on_file = {holder.witness.name for holder in record.holders.values()}
+        holders = [lock.holder for lock in self.machine.locks.values()]
+        on_file = {holder.witness.name for holder in holders if holder is not None}
         remove_dead(self.settings.directory, on_file | known)
 
 

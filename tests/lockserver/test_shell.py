@@ -100,7 +100,6 @@ def test_service_address_that_cannot_be_bound_or_lent_for_now_is_taken_from_nobo
 
 HOLDER = SimpleNamespace(
     incarnation="engine-0-0123456789abcdef",
-    lease=None,
     witness=WitnessFile("witness_engine-0_0123456789abcdef", 1, 1),
 )
 

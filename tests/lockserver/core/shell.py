@@ -1,4 +1,4 @@
-"""A shell around the lock machine for tests: it carries out `Persist`, and has short names."""
+"""A shell around the lock machine for tests: it has a disk, and short names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ BEATS_MAX = 1_000_000  # between two wants
 
 
 class Shell:
-    """Feeds a machine and carries out `Persist`; keeps every effect."""
+    """Feeds a machine; keeps every effect, and what was written."""
 
     def __init__(self, record: ev.LockRecord | None = None, **options: float) -> None:
         self.now_ms = 0.0
-        self.machine = LockMachine(record or ev.LockRecord(), 0.0, **options)
+        self.machine = LockMachine(record or ev.LockRecord(), self.write, 0.0, **options)
         self.disk = record or ev.LockRecord()
+        self.written: list[ev.LockRecord] = []
         self.disk_error: str | None = None
         self.effects: list[ev.LockEffect] = []
         self.wants = 0
@@ -40,16 +41,15 @@ class Shell:
             event = "wanted" if isinstance(event, ev.Wanted) else "switch_over_asked"
         elif event == "beaten":
             said = (said[0], self.wants * BEATS_MAX + said[1])
-        effects = getattr(self.machine, event)(self.now_ms, *said)
-        done: list[ev.LockEffect] = [*effects]
-        for effect in effects:
-            if isinstance(effect, ev.Persist):
-                assert effect is effects[-1]
-                if self.disk_error is None:
-                    self.disk = effect.record
-                done += self.feed("persisted", self.disk_error)
+        done: list[ev.LockEffect] = getattr(self.machine, event)(self.now_ms, *said)
         self.effects += done
         return done
+
+    def write(self, record: ev.LockRecord) -> str | None:
+        if self.disk_error is None:
+            self.disk = record
+            self.written.append(record)
+        return self.disk_error
 
     def pass_ms(self, ms: float) -> list[ev.LockEffect]:
         done: list[ev.LockEffect] = []

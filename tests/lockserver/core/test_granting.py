@@ -3,30 +3,19 @@ and what proves it. Silence alone never takes it away."""
 
 from __future__ import annotations
 
-import pytest
-
-from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.lock import LockState
-from lockserver.core.machine import LockMachine
-from plumbing.errors import InvariantError
 from tests.lockserver.core.shell import A, B, Shell, happened, held_by_a, sent, want
 
 
 def test_grant_is_on_disk_before_it_is_sent():
-    """Goal: tokens are on disk before they are sent. Method: the order of effects."""
-    effects = Shell().feed(want(1, A, "active"))
-    order = [each for each in effects if isinstance(each, ev.Persist) or sent([each])]
-    assert isinstance(order[0], ev.Persist)
-    assert sent(order) == [(1, A, 1)]
-
-
-def test_grant_while_one_is_being_written_is_an_invariant():
-    """Goal: nothing happens between choosing and writing. Method: an event in between."""
-    machine = LockMachine(ev.LockRecord(), 0.0)
-    machine.wanted(0.0, want(1, A, "active"))
-    with pytest.raises(InvariantError):
-        machine.time_passed(0.0)
+    """Goal: tokens are on disk before they are sent. Method: a disk that refuses a write."""
+    shell = Shell()
+    shell.disk_error = "a full disk"
+    assert sent(shell.feed(want(1, A, "active"))) == []
+    shell.disk_error = None
+    assert sent(shell.pass_ms(2000)) == [(1, A, 1)]
+    assert shell.disk.holders["active"].token == 1
 
 
 def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives():

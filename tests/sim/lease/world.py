@@ -292,6 +292,10 @@ DIES_AFTER_WRITE = 0.02  # of all writes
 LOCKS = frozenset({"active"})
 
 
+class DiedError(Exception):
+    """The server has died in the middle of an event."""
+
+
 class Server:
     def __init__(self, world: LeaseWorld) -> None:
         self.world = world
@@ -322,7 +326,7 @@ class Server:
         world, now_ms = self.world, self.now()
         lease_ms = world.random.choice(world.leases_ms)
         leases = Leases(now_ms, lease_ms=lease_ms, margin_ms=world.margin_ms, listens=True)
-        self.machine = LockMachine(record, now_ms, silent_ms=SILENT_MS, leases=leases)
+        self.machine = LockMachine(record, self.write, now_ms, silent_ms=SILENT_MS, leases=leases)
         self.perform(self.machine.begin())
 
     def kill(self) -> None:
@@ -343,7 +347,10 @@ class Server:
     def feed(self, event: str, *said: Any) -> None:
         """`event`: an entry of the machine."""
         if self.machine is not None:
-            self.perform(getattr(self.machine, event)(self.now(), *said))
+            try:
+                self.perform(getattr(self.machine, event)(self.now(), *said))
+            except DiedError:
+                self.kill()
 
     def perform(self, effects: list[ev.LockEffect]) -> None:
         network = self.world.network
@@ -351,8 +358,6 @@ class Server:
             match effect:
                 case _ if self.machine is None:
                     return
-                case ev.Persist():
-                    self.persist(effect.record)
                 case ev.Send():
                     network.send_down(effect.conn, effect.message)
                 case ev.Announce():
@@ -366,17 +371,15 @@ class Server:
                         network.close_by_server(line)
                         self.closed.append(effect.conn)
 
-    def persist(self, record: ev.LockRecord) -> None:
+    def write(self, record: ev.LockRecord) -> str | None:
         if self.world.true_ms < self.disk_fails_until_ms:
-            self.feed("persisted", "a full disk")
-            return
+            return "a full disk"
         self.slots = [self.slots[1], record]
         self.world.promises.written(record)
         if self.world.random.random() < DIES_AFTER_WRITE:
             self.world.trace.append("server dies between writing and sending")
-            self.kill()
-        else:
-            self.feed("persisted")
+            raise DiedError
+        return None
 
     # ------------------------------------------------------------------ its loop
 

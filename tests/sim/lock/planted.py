@@ -44,13 +44,9 @@ def grant_on_eof(real: Any, self: LockMachine, lock: Lock, signal: Signal, now_m
 
 
 @FEARED.instead("grant-not-persisted", "is not on disk", Ledger, "_record")
-def grant_not_persisted(real: Any, self: Ledger, locks: Any) -> ev.LockRecord:
+def grant_not_persisted(real: Any, self: Ledger, locks: Any, granted: Any) -> ev.LockRecord:
     """A grant is sent, but the state before it is written."""
-    grant, self._grant = self._grant, None
-    try:
-        return real(self, locks)
-    finally:
-        self._grant = grant
+    return real(self, locks, None)
 
 
 @FEARED.instead("holder-on-file-ignored", LIVES, LockMachine, "__init__")
@@ -218,12 +214,10 @@ def the_process_does_not_count(real: Any, lock: Lock, supervisors: Any) -> bool:
     return lock.holder is not None
 
 
-@CORE.instead("written-before-sent", "is not on disk", LockMachine, "persisted")
-def unwritten_grant_is_sent(
-    real: Any, self: LockMachine, now_ms: float, problem: Any = None
-) -> Any:
+@CORE.instead("written-before-sent", "is not on disk", Ledger, "__init__")
+def unwritten_grant_is_sent(real: Any, self: Ledger, record: Any, write: Any) -> None:
     """A grant is sent although its write failed."""
-    return real(self, now_ms)
+    real(self, record, lambda due: write(due) and None)
 
 
 # A failed write is not retried.

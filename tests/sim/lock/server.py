@@ -24,6 +24,10 @@ FIRST_ERA = f"{1:016x}"
 NO_MACHINE = "the server is down"
 
 
+class DiedError(Exception):
+    """The server has died in the middle of an event."""
+
+
 class Server:
     def __init__(self, world: World, models: tuple[str, ...]) -> None:
         self.world, self.models = world, models
@@ -55,7 +59,7 @@ class Server:
             self.world.promises.state_lost(is_whole=not readable)
         is_first = not self.world.promises.eras
         self.world.promises.era_began(record.era, is_new=is_first or not readable)
-        self.machine = LockMachine(record, self.world.now_ms, models=self.models)
+        self.machine = LockMachine(record, self.write, self.world.now_ms, models=self.models)
         self.world.promises.server_started()
         self.perform(self.machine.begin())
 
@@ -72,7 +76,10 @@ class Server:
     def feed(self, event: str, *said: Any) -> None:
         """`event`: an entry of the machine."""
         assert self.machine is not None, NO_MACHINE
-        self.perform(getattr(self.machine, event)(self.world.now_ms, *said))
+        try:
+            self.perform(getattr(self.machine, event)(self.world.now_ms, *said))
+        except DiedError:
+            self.kill()
 
     # ------------------------------------------------------------------ effects
 
@@ -81,10 +88,7 @@ class Server:
         for effect in effects:
             if isinstance(effect, ev.Happened):
                 continue
-            if isinstance(effect, ev.Persist):
-                assert effect is effects[-1], "something happens after a write is begun"
-                self.write(effect.record)
-            elif isinstance(effect, ev.Send):
+            if isinstance(effect, ev.Send):
                 if isinstance(effect.message, GrantedMsg):
                     grant = effect.message
                     promises.granted(grant.lock, self.holder_of(grant.lock), grant.era)
@@ -107,18 +111,16 @@ class Server:
             if known.conn is not None and known.id != effect.supervisor:
                 self.send(known.conn, effect.message)
 
-    def write(self, record: ev.LockRecord) -> None:
+    def write(self, record: ev.LockRecord) -> str | None:
         if self.disk_fails:
-            self.feed("persisted", "a full disk")
-            return
+            return "a full disk"
         self.slots = [self.slots[1], record]
         self.world.promises.written(record)
         if self.dies_after_write:
             self.world.trace.append("the server dies between writing and sending")
-            self.kill()
-            return
-        self.feed("persisted")
+            raise DiedError
         self.remove_dead(record)
+        return None
 
     def remove_dead(self, record: ev.LockRecord) -> None:
         """The witnesses that no process holds, but those on file and of connected supervisors."""
@@ -231,14 +233,18 @@ class Server:
         machine, promises = self.machine, self.world.promises
         assert machine is not None, NO_MACHINE
         holders = {name: lock.holder for name, lock in machine.locks.items()}
-        effects = machine.wanted(self.world.now_ms, event)
+        effects: list[ev.LockEffect] = []
+        try:
+            effects = machine.wanted(self.world.now_ms, event)
+        except DiedError:
+            self.kill()
         codes = [
             e.code for e in effects if isinstance(e, ev.RefuseConnection) and e.conn == conn.id
         ]
         owed = promises.heard(conn, said, holders, codes, event)
-        self.perform(effects)
         if self.machine is None:
             return  # it died between write and send
+        self.perform(effects)
         known = self.machine.supervisors.get(sup.id)
         if known is not None and known.conn == conn.id and self.world.has_pidfd:
             self.watched[sup.id] = sup
