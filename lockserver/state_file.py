@@ -1,9 +1,6 @@
 """The lock server's state on disk: one preallocated file, two slots written in turn.
 
-A slot has 4 KiB, and with models, which have two locks each, 128 KiB under another number in its
-first line: the largest pod fits. All numbers are read. A file is rewritten with large slots when
-the first model needs them, and never goes back: an older server, which does not know them, refuses
-it.
+The largest pod's record fits a slot; a write costs what the record has, not what the slot has.
 
 Owns what a record means on disk and what a lost one leads to; the bytes are `service.files`'s.
 
@@ -46,9 +43,8 @@ from plumbing.wire.server import identity_of
 
 NAME = "lockserver.json"
 KIND = "understudy-lock"
-FORMAT, WIDE = SlotFormat(f"{KIND} 1"), SlotFormat(f"{KIND} 3", 128 << 10)
-FORMATS = {1: FORMAT, 2: SlotFormat(f"{KIND} 2", 64 << 10), 3: WIDE}
-SCHEMA, VERSION = 1, max(FORMATS)
+SCHEMA, VERSION = 1, 3
+FORMAT = SlotFormat(f"{KIND} {VERSION}", 128 << 10)
 _ERA = re.compile("[0-9a-f]{16}")
 _HEAD = re.compile(rf"{KIND} (\d{{1,9}})[ \n]".encode())
 
@@ -61,7 +57,6 @@ class LoadedRecord:
     problem: str | None = None
     aside: str | None = None  # where an unreadable file was put
     models: tuple[str, ...] = ()  # those that the last server had locks for
-    form: SlotFormat = FORMAT  # of the file that was found
     is_first: bool = False  # no engine was ever launched in this directory
 
 
@@ -93,7 +88,6 @@ class LockStateFile:
             self._identity = identity_of(os.path.join(directory, "."))
             self.loaded = _load(directory, tuple(locks), may_be_elsewhere=may_be_elsewhere)
             self._models = tuple(models)
-            self._form = WIDE if models else self.loaded.form
             if self.loaded.record.era == NO_ERA:
                 record = replace(self.loaded.record, era=secrets.token_hex(8))
                 self.loaded = changed(self.loaded, record=record)
@@ -103,16 +97,9 @@ class LockStateFile:
         is_there = os.path.lexists(self.path)
         if is_there and self.loaded.problem is not None:
             self.loaded = changed(self.loaded, aside=put_aside(self.path))
-        text = self._text(self.loaded.record)
         if not is_there or self.loaded.problem is not None:
-            self._form.create(self.path, text)
-        elif self._form != self.loaded.form:
-            narrow = SlotFile(self.path, self.loaded.form)  # locked: no other server writes it
-            try:
-                self._form.create(self.path, text)
-            finally:
-                narrow.close()
-        return SlotFile(self.path, self._form)
+            FORMAT.create(self.path, self._text(self.loaded.record))
+        return SlotFile(self.path, FORMAT)
 
     def _text(self, record: LockRecord) -> bytes:
         """About 2 KiB without models, which are named if there are any."""
@@ -154,33 +141,32 @@ def _load(
     directory: str, locks: tuple[str, ...], *, may_be_elsewhere: bool = False
 ) -> LoadedRecord:
     try:
-        raw = WIDE.read(os.path.join(directory, NAME))
+        raw = FORMAT.read(os.path.join(directory, NAME))
     except FileNotFoundError:
         if not any(name.startswith(witness.PREFIX) for name in os.listdir(directory)):
             unknown = frozenset(locks) if may_be_elsewhere else frozenset[str]()
             return LoadedRecord(LockRecord(unknown=unknown), is_first=True)
         problem = "the state file is missing although engines were launched in this directory"
         return LoadedRecord(_lost(_Filed(), locks), problem)
-    form = _format_of(os.path.join(directory, NAME), raw)
-    slots = [_filed(*slot) for slot in form.decode(raw) if slot is not None]
+    _check_version(os.path.join(directory, NAME), raw)
+    slots = [_filed(*slot) for slot in FORMAT.decode(raw) if slot is not None]
     unread = 2 - sum(each.record is not None for each in slots)
     newest = max(slots, key=lambda each: each.sequence, default=_Filed())
     if not unread and newest.record is not None:
-        return LoadedRecord(newest.record, models=newest.models, form=form)
+        return LoadedRecord(newest.record, models=newest.models)
     problem = f"{unread} of its 2 slots cannot be read ({len(raw)} bytes)"
     largest = max(slots, key=lambda each: each.token, default=_Filed())
-    return LoadedRecord(_lost(largest, locks), problem, form=form)
+    return LoadedRecord(_lost(largest, locks), problem)
 
 
-def _format_of(path: str, raw: bytes) -> SlotFormat:
-    """By the first words of each slot, wherever the second one begins.
+def _check_version(path: str, raw: bytes) -> None:
+    """By the first words of each slot.
 
     Raises:
         UnderstudyError: `lock.state_newer`, a slot is of a version whose slots are unknown here.
     """
-    starts = (0, *(form.slot_bytes for form in FORMATS.values()))
-    heads = (_HEAD.match(raw, start) for start in starts)
-    newest = max((int(head[1]) for head in heads if head is not None), default=min(FORMATS))
+    heads = (_HEAD.match(raw, start) for start in (0, FORMAT.slot_bytes))
+    newest = max((int(head[1]) for head in heads if head is not None), default=0)
     if newest > VERSION:
         raise UnderstudyError(
             "lock.state_newer",
@@ -191,7 +177,6 @@ def _format_of(path: str, raw: bytes) -> SlotFormat:
             path=path,
             version=newest,
         )
-    return FORMATS.get(newest, FORMAT)
 
 
 def _lost(filed: _Filed, locks: tuple[str, ...]) -> LockRecord:

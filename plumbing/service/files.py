@@ -201,10 +201,11 @@ class SlotFile:
         self.path = path
         self._form = form
         self._fd = open_locked(path)
-        # Of each slot, what may be no space: a write costs what is in the slot, not its size.
-        self._used_bytes = [form.slot_bytes - 1] * 2
         try:
-            slots = form.decode(os.pread(self._fd, form.file_bytes + 1, 0))
+            raw, size = os.pread(self._fd, form.file_bytes + 1, 0), form.slot_bytes
+            # Of each slot, what may be no space: a write costs what is in the slot, not its size.
+            self._used_bytes = [len(raw[at : at + size].rstrip()) for at in (0, size)]
+            slots = form.decode(raw)
             self._sequence = max(slot[0] for slot in slots if slot is not None)
         except BaseException:
             os.close(self._fd)

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import pytest
 
 from lockserver.state_file import FORMAT
-from plumbing.service.files import SLOT_BYTES
 from tests.helpers import auntil, until
 from tests.lockserver.engines import Engine
 
@@ -170,7 +169,7 @@ def from_the_future(path: str) -> None:
             sequence, text = slot
             body = json.loads(text)
             body |= {"schema": 2, "holders": list(body["holders"].values())}
-            file.seek(sequence % 2 * SLOT_BYTES)
+            file.seek(sequence % 2 * FORMAT.slot_bytes)
             file.write(FORMAT.encode(sequence, json.dumps(body).encode()))
 
 

@@ -6,20 +6,19 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from lockserver.core.events import FiledLease, Holder, LockRecord
+from lockserver.core.events import Holder, LockRecord
 from lockserver.core.lock import locks_of
 from lockserver.messages import TOKEN_CLAIMED_MAX
-from lockserver.state_file import FORMATS, NAME, WIDE, LockStateFile, read
+from lockserver.state_file import FORMAT, NAME, LockStateFile, read
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import MODELS_MAX
-from plumbing.service.files import SLOT_BYTES
 from tests.helpers import free_witness, open_fds, run_command
 
 LOCKS = ("active",)
+SLOT_BYTES = FORMAT.slot_bytes
 ERA = "0123456789abcdef"
 HOLDER = Holder(
     engine="engine-0",
@@ -29,7 +28,7 @@ HOLDER = Holder(
     ino=4,
     token=7,
     since_mono_ms=12.5,
-    lease=FiledLease(5000),
+    lease_ms=5000,
     serving_id=(3, 5),
 )
 
@@ -241,33 +240,27 @@ MODELS = ("chat", "coder")
 NAMES = locks_of(MODELS)
 
 
-def head_of(directory):
-    with open(os.path.join(directory, NAME), "rb") as file:
-        return file.read(len(b"understudy-lock 1"))
-
-
-def test_file_of_a_pod_without_models_is_rewritten_with_large_slots_once_it_has_models(directory):
-    """Goal: no token and no holder is lost by the upgrade, and the way back is closed to a server
-    that knows small slots only. Method: write the old file; open it with models, twice; open it
-    without models, which reads it and keeps its slots."""
+def test_pod_gets_models_and_loses_them_and_keeps_its_record(directory):
+    """Goal: no token and no holder is lost where a pod gets models. Method: a file without them,
+    opened with them, and without them again."""
     write(directory, 5, 6)
-    assert head_of(directory) == b"understudy-lock 1"
-    state = LockStateFile(directory, NAMES, models=MODELS)
-    assert (state.loaded.record, state.loaded.problem) == (record(6), None)
-    assert os.path.getsize(state.path) == WIDE.file_bytes
-    state.write(record(7))
-    state.close()
-    assert head_of(directory) == b"understudy-lock 3"  # which an older server refuses to read
-    for models in (MODELS, ()):
+    for models, known in ((MODELS, ()), ((), MODELS), ((), ())):
         state = LockStateFile(directory, locks_of(models), models=models)
-        assert state.loaded.record == record(7)
-        assert state.loaded.models == MODELS
+        assert (state.loaded.record, state.loaded.models) == (record(6), known)
+        state.write(record(6))
         state.close()
-    assert os.path.getsize(state.path) == WIDE.file_bytes
-    assert not [name for name in os.listdir(directory) if "unreadable" in name]
 
 
-def test_large_slots_are_recognised_by_either_first_line(directory):
+def test_slot_costs_what_the_record_has(directory):
+    """Goal: a grant waits for the disk as shortly as it can. Method: what the write of a server
+    that has just started gives to the kernel."""
+    write(directory, 5)
+    state = LockStateFile(directory, LOCKS)
+    assert max(state._file._used_bytes) < 4096
+    state.close()
+
+
+def test_version_is_recognised_by_either_first_line(directory):
     """Goal: a spoiled beginning costs no token, and a later version's slot starts no server.
     Method: spoil the first line of the first slot; then put another number on the second one."""
     state = LockStateFile(directory, NAMES, models=MODELS)
@@ -277,26 +270,13 @@ def test_large_slots_are_recognised_by_either_first_line(directory):
         file.write(b"?" * 20)
     found = read(directory, NAMES)
     assert found is not None
-    assert (found.form, found.record.era) == (WIDE, state.loaded.record.era)
+    assert found.record.era == state.loaded.record.era
     with open(state.path, "r+b") as file:
-        file.seek(WIDE.slot_bytes)
+        file.seek(SLOT_BYTES)
         file.write(b"understudy-lock 4 ")
     with pytest.raises(UnderstudyError) as caught:
         LockStateFile(directory, NAMES, models=MODELS)
     assert caught.value.code == "lock.state_newer"
-
-
-def test_file_of_the_last_version_is_read(directory):
-    """Goal: an upgrade loses no holder. Method: a file with models, of the slots and with the keys
-    of the version before, whose record also named the witness."""
-    holder = {**msgspec.to_builtins(HOLDER), "witness": HOLDER.witness.name}
-    body = {"schema": 1, "token": 7, "era": ERA, "unknown": []}
-    text = msgspec.json.encode({**body, "holders": {"active:chat": holder}, "models": MODELS})
-    FORMATS[2].create(os.path.join(directory, NAME), text)
-    state = LockStateFile(directory, NAMES, models=MODELS)
-    assert state.loaded.record == LockRecord(7, {"active:chat": HOLDER}, frozenset(), ERA)
-    assert (state.loaded.models, state.loaded.problem) == (MODELS, None)
-    state.close()
 
 
 def test_largest_pod_fits_its_file(directory):
@@ -314,7 +294,7 @@ def test_largest_pod_fits_its_file(directory):
         ino=most,
         token=TOKEN_CLAIMED_MAX,
         since_mono_ms=1e12 + 0.001,
-        lease=FiledLease(3_600_000),
+        lease_ms=3_600_000,
         serving_id=(most, most),
     )
     holders = dict.fromkeys(names, longest)
@@ -330,7 +310,7 @@ def test_record_that_does_not_fit_is_an_error_of_the_disk_and_not_a_crash(direct
     """Goal: holders of models that were removed cannot end the server. Method: one that is larger
     than a slot."""
     state = LockStateFile(directory, NAMES, models=MODELS)
-    large = replace(HOLDER, engine="e" * WIDE.slot_bytes)
+    large = replace(HOLDER, engine="e" * SLOT_BYTES)
     with pytest.raises(OSError, match="does not fit"):
         state.write(LockRecord(7, {"active:chat": large}, frozenset(), "0" * 16))
     state.close()
