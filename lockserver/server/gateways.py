@@ -5,7 +5,8 @@ says how far it is with it (`Stage`). `lockserver.core.listener` decides who has
 served at one address: a gateway that has the socket of `active` is told of each `active:<model>`.
 
 What a gateway is told of a lock is its newest grant, as long as that holder may be serving, and
-else a sentence. It is looked at with every tick, so a takeover within a tick is only its grant.
+else a sentence. Without a grant it is looked at with every tick, so a takeover within a tick is
+only its grant.
 Once every engine was told to end, the sentence is final, also while one of them still serves.
 
 The surprising things about the socket:
@@ -32,7 +33,6 @@ from lockserver.core.lock import Lock, LockState
 from lockserver.messages import (
     REASON_CHARS_MAX,
     BorrowMsg,
-    GrantedMsg,
     IdleMsg,
     ServiceMsg,
     Stage,
@@ -46,6 +46,7 @@ from plumbing.service.hosts import bind
 from plumbing.text import split_address
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
 from plumbing.wire.sockets import no_descriptors
 
 # A gateway that was never here is reported after this, if `hold_ms` is shorter: the processes of a
@@ -70,7 +71,7 @@ class ConnectedGateway(Acceptor):
     conn: Connection
     since_ms: float
     stage_ms: float  # since when it is at its stage
-    told: dict[str, str] = field(default_factory=dict)  # by lock, why none serves; no grant since
+    told: dict[str, list[Message]] = field(default_factory=dict)  # the last, by lock
 
     @property
     def is_accepting(self) -> bool:
@@ -218,7 +219,7 @@ class GatewayDesk:
             found = self.gateways.get(conn.id)
             if found is None:
                 found = self._enter(conn, message, now_ms)
-                self._tell(found)
+                self.inform()
             for fd in fds:
                 self.service.take(fd)  # after a restart of the server
         finally:
@@ -292,15 +293,9 @@ class GatewayDesk:
 
     # ------------------------------------------------------------------ what they are told
 
-    def announce(self, message: GrantedMsg) -> None:
-        for each in self.gateways.values():
-            each.told.pop(message.lock, None)
-            each.conn.send(message)
-
     def tick(self, now_ms: float) -> None:
         self.look_for_end()
-        for each in self.gateways.values():
-            self._tell_idle(each)
+        self.inform()
         if self.service is not None and not self._listener.is_closed:
             self.service.bind_again(now_ms)
         self._settle(now_ms)
@@ -311,26 +306,27 @@ class GatewayDesk:
         if supervisors:
             self.is_final = all(each.said.is_leaving for each in supervisors)
         if self.is_final != was_final:
+            self.inform()
+
+    def inform(self) -> None:
+        """Tell each gateway what is new to it."""
+        for lock in self._machine.locks.values():
+            news = self._news(lock)
             for each in self.gateways.values():
-                self._tell(each)
+                if each.told.get(lock.name) != news:
+                    each.told[lock.name] = news
+                    for message in news:
+                        each.conn.send(message)
 
-    def _tell(self, gateway: ConnectedGateway) -> None:
-        """What a new borrower must know first."""
-        gateway.told.clear()
-        for lock in self._machine.locks.values():
-            if lock.holder is not None and _may_be_served(lock):
-                era = self._machine.ledger.era
-                gateway.conn.send(ev.grant_of(lock.name, lock.holder, era))
-        self._tell_idle(gateway)
-
-    def _tell_idle(self, gateway: ConnectedGateway) -> None:
-        for lock in self._machine.locks.values():
-            if _may_be_served(lock) and not self.is_final:
-                continue
-            reason = EVERY_ENGINE_ENDS if self.is_final else _why_idle(lock)[:REASON_CHARS_MAX]
-            if gateway.told.get(lock.name) != reason:
-                gateway.told[lock.name] = reason
-                gateway.conn.send(IdleMsg(lock.name, reason, self.is_final))
+    def _news(self, lock: Lock) -> list[Message]:
+        found: list[Message] = []
+        if lock.holder is not None and _may_be_served(lock):
+            found.append(ev.grant_of(lock.name, lock.holder, self._machine.ledger.era))
+        if self.is_final:
+            found.append(IdleMsg(lock.name, EVERY_ENGINE_ENDS, is_final=True))
+        elif not found:
+            found.append(IdleMsg(lock.name, _why_idle(lock)[:REASON_CHARS_MAX]))
+        return found
 
     # ------------------------------------------------------------------ for operators
 

@@ -468,7 +468,7 @@ class LockServer:
 
     def _announce(self, effect: ev.Announce) -> None:
         message = effect.message
-        self.gateways.announce(message)  # first: clients wait for what it resumes
+        self.gateways.inform()  # first: clients wait for what it resumes
         for supervisor in self.machine.supervisors.values():
             conn = self.conn_of(supervisor)
             is_another = supervisor.id != effect.supervisor and supervisor.lock == message.lock
