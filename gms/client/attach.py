@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from msgspec import structs
-
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.vmm.host import HostMemory
@@ -174,13 +172,7 @@ class RegionSession:
         """What `rejoin` hands back: the message, and descriptors."""
         raise InvariantError("this session has nothing to hand back")
 
-    def rejoin(
-        self,
-        deadline_s: float,
-        *,
-        was_committed: bool = True,
-        may_go_on: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def rejoin(self, deadline_s: float, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Hand the region back to a restarted service, with copies of its descriptors. The mapping
         stays as it is throughout.
 
@@ -193,9 +185,6 @@ class RegionSession:
             UnderstudyError: `gms.not_mapped`, there is nothing to hand back.
         """
         message, fds = self.held()
-        if message.epoch is not None:
-            epoch = structs.replace(message.epoch, was_committed=was_committed)
-            message = structs.replace(message, epoch=epoch)
         self.client.close()
         accept_s = min(deadline_s, ACCEPT_TIMEOUT_S)
         self._coming = client = BlockingClient(self._path, msg.CATALOGUE, accept_s)

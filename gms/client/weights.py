@@ -113,6 +113,7 @@ class Reader(WeightsSession):
         super().__init__(attachment, client, request, grant.epoch)
         self.identity: dict[str, Any] = grant.identity
         self.layout, self.slab_sizes = grant.layout, grant.slab_sizes
+        self.was_committed = True  # false while it is not known
         self.manifest = grant.manifest
 
     @property
@@ -162,7 +163,7 @@ class Reader(WeightsSession):
             self.epoch,
             tuple(self.slab_sizes),
             self.request.rank,
-            epoch=msg.HeldEpoch(True, self.identity),
+            epoch=msg.HeldEpoch(self.was_committed, self.identity),
             manifest=self.manifest,
         )
         return message, self.slab_fds()
@@ -397,9 +398,11 @@ def _resolve_doubt(reader: Reader, on_wait: OnWait) -> None:
     up could lose a published epoch: this process may be all that holds it.
     """
     end, reported = time.monotonic() + COMMIT_TIMEOUT_S, ""
+    reader.was_committed = False
     while True:
         try:
-            reader.rejoin(max(0.0, end - time.monotonic()), was_committed=False)
+            reader.rejoin(max(0.0, end - time.monotonic()))
+            reader.was_committed = True
             return
         except UnderstudyError as error:
             is_lost = isinstance(error, RemoteError) and error.code == "gms.not_committed"
