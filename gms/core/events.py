@@ -75,6 +75,12 @@ class SendMessage(Respond, frozen=True):
     message: Message
 
 
+class OpenEpoch(SendMessage, frozen=True):
+    """Make the epoch's file, then send `message`; if that fails, refuse the request."""
+
+    region: str
+
+
 class RefuseRequest(Respond, frozen=True):
     """Send the error, then close the connection."""
 
@@ -82,10 +88,10 @@ class RefuseRequest(Respond, frozen=True):
 
 
 class SendRegion(Respond, frozen=True):
-    """Send `attached` with manifest and sizes, or `taken`: in either case the descriptors."""
+    """Send `message`, with the descriptors of all the region's memory."""
 
     region: str
-    is_fresh: bool = False  # nothing was ever written to it
+    message: Message
 
 
 class RegionEffect(Effect, frozen=True):
@@ -123,22 +129,13 @@ class MakePool(RegionEffect, frozen=True):
     index_bytes: int
 
 
-class WriterEffect(Effect, frozen=True):
-    session: int
-    epoch: str
-
-
-class OpenEpoch(WriterEffect, frozen=True):
-    """Make the epoch's file."""
-
-
-class CreateSlab(WriterEffect, frozen=True):
+class CreateSlab(RegionEffect, frozen=True):
     """An error is final, unless the device is full: other processes may release some memory."""
 
     size_bytes: int
 
 
-class SealEpoch(WriterEffect, frozen=True):
+class SealEpoch(RegionEffect, frozen=True):
     """Check the manifest and seal every slab, so that no process can write any more. The result:
     how many tensors it has."""
 
@@ -149,7 +146,6 @@ class WriteJournal(Effect, frozen=True):
     """Put `record` on disk; after an error the machine retries. `offloaded` is the host copy of
     what was committed here."""
 
-    session: int | None  # of the commit that waits for it
     record: JournalRecord | None
     offloaded: JournalRecord | None = None
 

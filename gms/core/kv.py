@@ -171,7 +171,8 @@ class KvMachine(Machine[Pool]):
                 "gms.kv_stale_pool", f"pool {pool.id} was discarded meanwhile; borrow again"
             )
         session.move(message, self.now_ms)
-        self.do(ev.SendRegion(session.id, event.request_id, pool.id, not pool.has_begun))
+        taken = msg.PoolTakenMsg(tuple(pool.slab_sizes), pool.index_bytes, not pool.has_begun)
+        self.do(ev.SendRegion(session.id, event.request_id, pool.id, taken))
 
     def on_give_up(self, event: ev.Received, message: msg.GiveUpMsg) -> None:
         """An engine rests: free its memory once no process maps it. One whose token is stale may

@@ -65,7 +65,6 @@ class S(StrEnum):
     OPEN = "open"  # has asked for nothing yet
     WAITING = "waiting"  # for its grant
     # A writer of weights.
-    OPENING = "opening"  # granted; the epoch's file is being made
     WRITING = "writing"
     ALLOCATING = "allocating"
     SEALING = "sealing"  # committing: no process may write from here on
@@ -79,11 +78,11 @@ class S(StrEnum):
     CLOSED = "closed"  # gone, or refused and about to go
 
 
-WRITER_STATES = frozenset({S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
+WRITER_STATES = frozenset({S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
 # A process in one of these maps its region, or is about to.
 HOLDERS = WRITER_STATES | {S.READING, S.GRANTED, S.HOLDING, S.RETURNING}
 REFUSABLE = (
-    *(S.WAITING, S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING),
+    *(S.WAITING, S.WRITING, S.ALLOCATING, S.SEALING),
     *(S.LEAVING, S.RETURNING),
 )
 
@@ -94,8 +93,7 @@ SESSIONS = Table[S, Input](
     {
         (S.OPEN, msg.AttachMsg): S.WAITING,
         (S.WAITING, "read"): S.READING,
-        (S.WAITING, "write"): S.OPENING,
-        (S.OPENING, ev.OpenEpoch): S.WRITING,
+        (S.WAITING, "write"): S.WRITING,
         (S.WRITING, msg.AllocateMsg): S.ALLOCATING,
         (S.ALLOCATING, ev.CreateSlab): S.WRITING,
         (S.WRITING, msg.CommitMsg): S.SEALING,
@@ -166,7 +164,7 @@ class Session(Struct):
     asked_bytes: int = 0  # of the slab that is being allocated; it waits while there is a deadline
     full: UnderstudyError | None = None  # the driver's error: it has no memory for that slab
     full_since_ms: float | None = None
-    retry_ms: float | None = None  # when the journal, or the full device, is tried again
+    retry_ms: float | None = None  # when the full device is tried again
     done_bytes: int = 0
     total_bytes: int = 0
 

@@ -21,6 +21,7 @@ not know; the shell says what is committed there and that a living process holds
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -81,7 +82,7 @@ class Upkeep(Machine[Epoch]):
         self.offloads_total = self.condemnations_total = 0
         self.problem: str | None = None  # for operators to fix: a journal that cannot be written
         self.journal_retry_ms = now_ms if is_journal_behind else None
-        self._journal_writes = 0  # under way, and no session waits for them
+        self._journal_writes = 0  # under way
         self._dropped: list[ev.SendMessage] = []  # sent once the drop is on disk
         self._offloaders: dict[int, int] = {}  # request ids by session: who waits for the proof
 
@@ -100,47 +101,50 @@ class Upkeep(Machine[Epoch]):
     # ------------------------------------------------------------------ the journal
 
     def journal(self) -> None:
-        """Write what is true now, or once the commit that is being written is on disk."""
+        """Write what is true now, or once the commit that waits for it is on disk."""
         self.journal_retry_ms = None
         self._journal_writes += 1
         committing = map(self.region_of, self._in(S.JOURNALLING))
         epoch = self.committed or next(committing, None)
         record = epoch.record() if epoch is not None else None
-        self.do(ev.WriteJournal(None, record, self.offloaded))
-
-    def _journal_commit(self, session: Session) -> None:
-        """Write the epoch that `session` commits."""
-        self.do(ev.WriteJournal(session.id, self.region_of(session).record(), self.offloaded))
+        self.do(ev.WriteJournal(record, self.offloaded))
 
     @property
     def is_journal_true(self) -> bool:
         """Whether the journal on disk is up to date."""
         return not self._journal_writes and self.journal_retry_ms is None
 
-    def _journalled(self, why: str | None) -> None:
-        """What no session waits for is on disk, or not."""
+    def _journalled(self, record: ev.JournalRecord | None, error: UnderstudyError | None) -> None:
+        """`record` is on disk, or not."""
         self._journal_writes -= 1
-        if why:
+        if error is not None:
             # A retired epoch would come back with a restart: retry until it is written.
             self.journal_retry_ms = self.now_ms + JOURNAL_RETRY_MS
-            problem = f"the journal cannot be written, so a restart would find an old record: {why}"
-            self._note_problem("gms.journal", problem)
-        elif self.is_journal_true:  # a dropped epoch will not come back with a restart
+            problem = (
+                "the journal cannot be written, so a commit would wait for it, and a restart find"
+                f" an old record: {error.message}"
+            )
+            if problem != self.problem:
+                self.problem = problem
+                self.record("gms.journal", problem, "error")
+            return
+        for session in self._in(S.JOURNALLING):
+            if record is not None and record.epoch == session.region:
+                self._publish(session)
+        if self.is_journal_true:  # a dropped epoch will not come back with a restart
             self.problem = None
             for answer in self._dropped:
                 self.do(answer)
             self._dropped.clear()
 
+    @abc.abstractmethod
+    def _publish(self, session: Session) -> None:
+        """Its commit is on disk. From here on the epoch is readable."""
+
     def _may_end(self, region: Epoch) -> bool:
         """Not while the journal is being written: a restart would find the epoch on record and its
         file gone, and take its host copy for it, although it may be condemned."""
         return not self._journal_writes and super()._may_end(region)
-
-    def _note_problem(self, event_type: str, problem: str) -> None:
-        """Show `problem` in the status, and log it if it is new."""
-        if problem != self.problem:
-            self.problem = problem
-            self.record(event_type, problem, "error")
 
     # ------------------------------------------------------------------ out of service
 

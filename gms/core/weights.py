@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Literal
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import RegionPhase, S, Session
-from gms.core.upkeep import JOURNAL_RETRY_MS, Epoch, Upkeep, is_copy_of
+from gms.core.upkeep import Epoch, Upkeep, is_copy_of
 from gms.manifest import (
     SLABS_MAX,
     check_identity,
@@ -134,18 +134,13 @@ class WeightsMachine(Upkeep):
         super().received(event)
 
     def _called(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
-        assert isinstance(effect, ev.WriterEffect | ev.WriteJournal)
-        if effect.session is None:
-            self._journalled(error.message if error is not None else None)
+        if isinstance(effect, ev.WriteJournal):
+            self._journalled(effect.record, error)
             return
-        session = self.sessions.get(effect.session)
-        if session is None:
+        session = self.writer
+        assert isinstance(effect, ev.RegionEffect)
+        if session is None or session.region != effect.region:
             return  # its writer has left: what it had is being given up
-        if isinstance(effect, ev.WriteJournal) and error is not None:
-            session.retry_ms = self.now_ms + JOURNAL_RETRY_MS
-            problem = f"a commit waits for the journal, which cannot be written: {error.message}"
-            self._note_problem("gms.commit", problem)
-            return
         if error is not None:
             if isinstance(effect, ev.CreateSlab) and error.code == "gms.device_full":
                 self._device_full(session, error)
@@ -154,15 +149,11 @@ class WeightsMachine(Upkeep):
             return
         session.move(type(effect), self.now_ms)
         match effect:
-            case ev.OpenEpoch():
-                self._epoch_opened(session)
             case ev.CreateSlab():
                 self._slab_created(session)
             case ev.SealEpoch():
                 self.region_of(session).tensors = result
-                self._journal_commit(session)
-            case ev.WriteJournal():
-                self._publish(session)
+                self.journal()
 
     def closed(self, session_id: int, reason: str = "") -> None:
         session = self.sessions.get(session_id)
@@ -249,15 +240,21 @@ class WeightsMachine(Upkeep):
         session.move("read", self.now_ms)
         session.region, session.deadline_ms = epoch.id, None
         self.exports_total += 1
-        self.do(ev.SendRegion(session.id, session.take_request_id(), epoch.id))
+        sizes = tuple(epoch.slab_sizes)
+        grant = msg.EpochAttachedMsg(epoch.id, dict(epoch.identity or {}), sizes, epoch.manifest)
+        self.do(ev.SendRegion(session.id, session.take_request_id(), epoch.id, grant))
         self._tell_of(session, f"reads epoch {epoch.id}", epoch=epoch.id)
 
     def _grant_write(self, session: Session) -> None:
         session.move("write", self.now_ms)
         epoch = Epoch(self._new_epoch_id(), RegionPhase.MAKING)
         self.regions[epoch.id] = epoch
-        session.region, session.deadline_ms, session.reason = epoch.id, None, ""
-        self.do(ev.OpenEpoch(session.id, epoch.id))
+        session.region, session.deadline_ms = epoch.id, self.now_ms + self.stall_ms
+        session.reason = ""
+        copy = self.offloaded  # of the requested identity, or it would not be granted
+        sizes = self.capacity_bytes, self.free_bytes, self.granularity_bytes
+        grant = msg.WritingMsg(epoch.id, *sizes, copy.epoch if copy is not None else None)
+        self.do(ev.OpenEpoch(session.id, session.take_request_id(), grant, epoch.id))
         self._tell_of(session, f"writes epoch {epoch.id}", epoch=epoch.id)
 
     # ------------------------------------------------------------------ a writer's life
@@ -291,7 +288,7 @@ class WeightsMachine(Upkeep):
             session.deadline_ms = None
             # Counted from now on, so that it is promised once.
             self.region_of(session).slab_sizes.append(size_bytes)
-            self.do(ev.CreateSlab(session.id, str(session.region), size_bytes))
+            self.do(ev.CreateSlab(str(session.region), size_bytes))
         else:  # memory that was given up is being freed; the session's deadline is running
             self.oom_waits_total += session.reason != "releasing"
             kv = f"; KV memory takes {size_of(self.kv_bytes)}" if self.kv_bytes else ""
@@ -338,14 +335,7 @@ class WeightsMachine(Upkeep):
         epoch.identity = dict(message.identity)
         if message.restaged_from is not None and copy is not None:
             epoch.digest = copy.digest
-        self.do(ev.SealEpoch(session.id, epoch.id, message.manifest))
-
-    def _epoch_opened(self, session: Session) -> None:
-        session.deadline_ms = self.now_ms + self.stall_ms
-        copy = self.offloaded  # of the requested identity, or it would not be granted
-        offered = copy.epoch if copy is not None else None
-        sizes = self.capacity_bytes, self.free_bytes, self.granularity_bytes
-        self._send(session, msg.WritingMsg(str(session.region), *sizes, offered))
+        self.do(ev.SealEpoch(epoch.id, message.manifest))
 
     def _slab_created(self, session: Session) -> None:
         session.full = session.full_since_ms = None
@@ -372,14 +362,14 @@ class WeightsMachine(Upkeep):
         self._wait(session, "device_full", session.full.message)
 
     def _publish(self, session: Session) -> None:
-        """On disk. From here on the epoch is readable."""
         epoch = self.region_of(session)
+        session.move(ev.WriteJournal, self.now_ms)
         # The device has its own weights again, which may be lost or condemned.
         had_copy, self.offloaded = self.offloaded is not None, None
         is_restaged = epoch.digest is not None  # that of what it was copied from
         epoch.turn("serve")
         epoch.was_published = True
-        session.retry_ms = self.problem = None
+        self.problem = None
         self.commits_total += 1
         self.restages_total += is_restaged
         self._send(session, msg.CommittedMsg(epoch.id))
@@ -418,8 +408,6 @@ class WeightsMachine(Upkeep):
         for session in self.sessions.values():
             if session.retry_ms is not None and session.retry_ms <= self.now_ms:
                 session.retry_ms = None  # a slab is asked for again
-                if session.state is S.JOURNALLING:
-                    self._journal_commit(session)
 
     def _too_late(self, session: Session) -> UnderstudyError:
         if session.full is not None:

@@ -547,11 +547,7 @@ class MemoryServer(abc.ABC, Generic[M]):
                 error = exhausted(cause)
             self._refuse(effect, error)
             return
-        self._respond(effect, self._grant(self.machine.regions[effect.region], effect), fds)
-
-    @abc.abstractmethod
-    def _grant(self, region: Any, effect: ev.SendRegion) -> Message:
-        """What goes with the region's descriptors."""
+        self._respond(effect, effect.message, fds)
 
     def warn(self, why: str) -> None:
         """Record that a region's file cannot be used."""

@@ -17,9 +17,8 @@ from msgspec.structs import replace
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.kv import KvMachine, Pool
+from gms.core.kv import KvMachine
 from gms.core.snapshot import kv_snapshot, weights_snapshot
-from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
 from gms.manifest import check_manifest
 from gms.server.devices import DeviceUsage
@@ -102,14 +101,15 @@ class WeightsServer(MemoryServer[WeightsMachine]):
             case ev.SendMessage(session, _, msg.AllocatedMsg(slab) as message):
                 epoch = str(self.machine.sessions[session].region)
                 self._respond(effect, message, [attempt(lambda: store.lend(epoch, slab))])
-            case ev.OpenEpoch(_, epoch):
-                self._call(effect, lambda: store.open(epoch, self.path(epoch)))
-            case ev.CreateSlab(_, epoch, size_bytes):
+            case ev.OpenEpoch(_, _, message, epoch):
+                store.open(epoch, self.path(epoch))
+                self._respond(effect, message)
+            case ev.CreateSlab(epoch, size_bytes):
                 self._call(effect, lambda: store.add(epoch, memory, size_bytes))
-            case ev.SealEpoch(_, epoch, manifest):
+            case ev.SealEpoch(epoch, manifest):
                 sizes = self.machine.regions[epoch].slab_sizes
                 self._call(effect, lambda: self._sealed(epoch, manifest, sizes))
-            case ev.WriteJournal(_, record, offloaded):
+            case ev.WriteJournal(record, offloaded):
                 self._call(effect, lambda: self._journal.write(record, offloaded))
             case _:
                 super()._perform(effect)
@@ -122,14 +122,6 @@ class WeightsServer(MemoryServer[WeightsMachine]):
     def _parts(self, message: msg.HandBackMsg) -> tuple[int, Sequence[Part]]:
         tensors = check_manifest(message.manifest, message.slab_sizes)
         return tensors, weights_parts(self.memory, message.region, message.slab_sizes)
-
-    def _grant(self, region: Epoch, effect: ev.SendRegion) -> msg.EpochAttachedMsg:
-        return msg.EpochAttachedMsg(
-            epoch=region.id,
-            identity=dict(region.identity or {}),
-            slab_sizes=tuple(region.slab_sizes),
-            manifest=region.manifest,
-        )
 
 
 def host_copy(directory: str, device: str) -> ev.JournalRecord | None:
@@ -219,10 +211,6 @@ class KvServer(MemoryServer[KvMachine]):
         assert message.pool is not None
         sizes, index_bytes = message.slab_sizes, message.pool.index_bytes
         return 0, pool_parts(self.memory, message.region, sizes, index_bytes)
-
-    def _grant(self, region: Pool, effect: ev.SendRegion) -> msg.PoolTakenMsg:
-        sizes = tuple(region.slab_sizes)
-        return msg.PoolTakenMsg(sizes, region.index_bytes, effect.is_fresh)
 
     def room(self) -> KvRoom:
         """What the device has for KV memory beside its weights."""

@@ -1,9 +1,9 @@
 """The physical memory that one place's servers hold: the slabs of epochs, or of KV pools with their
 indexes; and whether another pool fits.
 
-The driver's thread uses a store, so it needs no locks and may block. Only `export` is called from
-elsewhere, by the loop, of what does not change any more. A store decides nothing: the machines say
-what to create, seal, check and give up.
+The driver's thread uses a store, so it needs no locks and may block. Elsewhere, on the loop, only
+`open` is called, of an epoch, and `export`, of what does not change any more. A store decides
+nothing: the machines say what to create, seal, check and give up.
 
 `KvRoom` compares a KV pool with what the device has left beside its weights. A GPU's driver has
 the last word, but a pool is made on the path of a wake: what cannot fit is better said at once.

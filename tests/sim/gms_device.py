@@ -105,6 +105,11 @@ class SimServer:
 
     def perform(self, effect: ev.Effect) -> None:
         match effect:
+            case ev.OpenEpoch(_, _, _, epoch):
+                assert epoch not in self.files, f"two files under the name {epoch}"
+                self.files.add(epoch)
+                self.vault[epoch] = self.new_memory(epoch)
+                self.answer(effect)
             case ev.Respond():
                 self.answer(effect)
             case ev.Watch(region, ends):
@@ -120,11 +125,7 @@ class SimServer:
         """The driver's oldest call completes; if its session has left, the call was made anyway."""
         effect = self.driver.popleft()
         match effect:
-            case ev.OpenEpoch(_, epoch):
-                assert epoch not in self.files, f"two files under the name {epoch}"
-                self.files.add(epoch)
-                self.vault[epoch] = self.new_memory(epoch)
-            case ev.CreateSlab(_, epoch, size_bytes) if not fails:
+            case ev.CreateSlab(epoch, size_bytes) if not fails:
                 self.vault[epoch].slab_sizes.append(size_bytes)
             case ev.TakeBack(region, _, message):
                 memory = self.checked.pop(region)
@@ -140,7 +141,7 @@ class SimServer:
             case ev.Release(region):
                 self.files.discard(region)
                 self.vault.pop(region, None)
-        if not fails or isinstance(effect, ev.OpenEpoch | ev.Release):  # which cannot
+        if not fails or isinstance(effect, ev.Release):  # which cannot
             self.tell("done", effect, 1)
         else:
             code = "gms.device_full" if isinstance(effect, ev.CreateSlab) else "gms.driver_failed"

@@ -340,7 +340,7 @@ class KvWorld:
             case ev.SendMessage(session, _, msg.PoolGrantedMsg(pool)):
                 self.granted(session, pool)
                 self.answer(session, effect)
-            case ev.SendRegion(session, _, pool, is_fresh):
+            case ev.SendRegion(session, _, pool, msg.PoolTakenMsg(is_fresh=is_fresh)):
                 memory = self.vault[pool]
                 assert not (is_fresh and memory.written), "fresh memory was written before"
                 self.answer(session, (effect, memory))

@@ -7,7 +7,8 @@ import pytest
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import RegionPhase
-from gms.core.weights import JOURNAL_RETRY_MS, orphans_of
+from gms.core.upkeep import JOURNAL_RETRY_MS
+from gms.core.weights import orphans_of
 from gms.manifest import encode, identity_hash, layout_hash
 from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench

@@ -25,8 +25,7 @@ def at(state: S) -> Bench:
         bench.auto = False
         return bench
     steps = [
-        (S.OPENING, lambda: bench.attach(1)),
-        (S.WRITING, bench.drain),
+        (S.WRITING, lambda: bench.attach(1)),
         (S.ALLOCATING, lambda: bench.allocate(1)),
         (None, bench.drain),
         (S.SEALING, lambda: bench.commit(1)),
