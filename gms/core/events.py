@@ -14,7 +14,7 @@ bring stale memory back to life.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -32,6 +32,17 @@ class JournalRecord(Struct, frozen=True):
     layout_hash: LayoutHash  # covers slab sizes and manifest
     identity_hash: str
     digest: str | None = None  # of the bytes; None until the writer has computed it
+
+
+class Journal(Struct, frozen=True, rename={"record": "committed"}):
+    """What is on disk of a place's weights; `is_lost`: an earlier file could not be read, and no
+    record has been written since. `offloaded`: the host copy of what was committed,
+    unless `record` is still there."""
+
+    record: JournalRecord | None = None
+    is_lost: bool = False
+    offloaded: JournalRecord | None = None
+    schema: Literal[1] = 1
 
 
 class Claimant(Struct, frozen=True):

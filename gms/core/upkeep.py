@@ -22,7 +22,7 @@ not know; the shell says what is committed there and that a living process holds
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import field
@@ -68,20 +68,32 @@ HELD = (RegionPhase.MAKING, RegionPhase.RETIRED, RegionPhase.FREEING, RegionPhas
 class Upkeep(Machine[Epoch]):
     """The books of a place's weights; `weights.py` says who writes and who reads."""
 
-    def __init__(
-        self,
-        orphans: Iterable[Epoch],
-        offloaded: ev.JournalRecord | None,
-        *,
-        is_journal_behind: bool,
-        now_ms: float,
-    ) -> None:
-        super().__init__(orphans)
+    def __init__(self, orphans: Mapping[str, bool], journal: ev.Journal, now_ms: float) -> None:
+        """`orphans` are the epochs of earlier servers that have files, each with whether its file
+        says that it is out of service; `journal` is what they have filed.
+
+        Staging epochs are among them: a writer may outlive its server by a moment, during which its
+        memory is in use. An epoch without processes is found free at the first look; the journalled
+        one is expected back from a process that still maps it.
+        """
+        epochs = {
+            id_: Epoch(id_, RegionPhase.ORPHANED, is_history=is_history)
+            for id_, is_history in orphans.items()
+        }
+        record = journal.record
+        # A server may die before it has written that this epoch is out of service.
+        is_behind = record is not None and orphans.get(record.epoch, False)
+        if record is not None and not is_behind:
+            known = epochs.setdefault(record.epoch, Epoch(record.epoch, RegionPhase.ORPHANED))
+            # Its slabs are unknown until it is handed back; it counts as one piece until then.
+            known.slab_sizes, known.expected = [record.size_bytes], record
+        super().__init__(epochs.values())
+        self.is_journal_lost = journal.is_lost  # survivors say what was committed
         # The sealed copy in host memory of what was committed, until the next commit.
-        self.offloaded = offloaded
+        self.offloaded = journal.offloaded
         self.offloads_total = self.condemnations_total = 0
         self.problem: str | None = None  # for operators to fix: a journal that cannot be written
-        self.journal_retry_ms = now_ms if is_journal_behind else None
+        self.journal_retry_ms = now_ms if is_behind else None
         self._journal_writes = 0  # under way
         self._dropped: list[ev.SendMessage] = []  # sent once the drop is on disk
         self._offloaders: dict[int, int] = {}  # request ids by session: who waits for the proof

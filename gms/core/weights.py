@@ -24,7 +24,7 @@ committed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from gms import messages as msg
@@ -48,6 +48,7 @@ EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions st
 # pinned memory; the driver does not report that, so the call is retried.
 DEVICE_FULL_RETRY_MS = 250
 DEVICE_FULL_WAIT_MS = 60_000.0
+NO_JOURNAL = ev.Journal()
 
 
 PHASES_SHOWN = {
@@ -72,20 +73,15 @@ class WeightsMachine(Upkeep):
         granularity_bytes: int,
         stall_ms: float,
         new_epoch_id: Callable[[], str],
-        orphans: Iterable[Epoch] = (),
-        is_journal_lost: bool = False,
-        is_journal_behind: bool = False,
-        offloaded: ev.JournalRecord | None = None,
+        orphans: Mapping[str, bool] | None = None,
+        journal: ev.Journal = NO_JOURNAL,
         now_ms: float = 0.0,
     ) -> None:
-        """`orphans` are the epochs of earlier servers whose files exist; the journalled one is
-        `expected`. `is_journal_behind`: the epoch on disk is out of service, so the journal must be
-        rewritten. `offloaded`: the host copy of what was committed, by the journal."""
-        super().__init__(orphans, offloaded, is_journal_behind=is_journal_behind, now_ms=now_ms)
+        """`orphans`, `journal`: what an earlier server has left, as for `Upkeep`."""
+        super().__init__(orphans or {}, journal, now_ms)
         self.capacity_bytes, self.granularity_bytes = capacity_bytes, granularity_bytes
         self.stall_ms = stall_ms
         self.kv_bytes = 0  # what else has of the capacity, as far as is known
-        self.is_journal_lost = is_journal_lost  # survivors say what was committed
         self.commits_total = self.restages_total = self.recoveries_total = 0
         self.exports_total = self.reclaims_total = self.oom_waits_total = 0
         self._new_epoch_id = new_epoch_id
@@ -616,16 +612,3 @@ def _held(epochs: Iterable[Epoch]) -> str:
         f"epoch {epoch.id}" + (f" by {epoch.holders_shown}" if epoch.pids else "")
         for epoch in epochs
     )
-
-
-def orphans_of(
-    ids: Iterable[str], record: ev.JournalRecord | None, history: Collection[str] = ()
-) -> list[Epoch]:
-    """The epochs that a server starts with: those that have files, with what the journal knows of
-    them, unless their files are marked as history."""
-    orphans = {id_: Epoch(id_, RegionPhase.ORPHANED, is_history=id_ in history) for id_ in ids}
-    if record is not None and record.epoch not in history:
-        known = orphans.setdefault(record.epoch, Epoch(record.epoch, RegionPhase.ORPHANED))
-        # Its slabs are unknown until it is handed back; it counts as one piece until then.
-        known.slab_sizes, known.expected = [record.size_bytes], record
-    return list(orphans.values())

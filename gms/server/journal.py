@@ -2,7 +2,7 @@
 answered. Small enough for a slot (no manifest, no identity: those come back with the memory).
 
 One unreadable slot may have held the newest commit: then the journal is lost
-(`LoadedJournal.is_lost`), and the survivors decide. The file is kept aside, and the new one is lost
+(`Journal.is_lost`), and the survivors decide. The file is kept aside, and the new one is lost
 too until a record is written: the next server may die before a survivor rejoins.
 
 Beside it, for KV memory, are the newest claims, so that an older token is refused after a restart.
@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Literal
 
 import msgspec
 
-from gms import epoch_file, names
-from gms.core.events import Claimant, JournalRecord
-from gms.core.upkeep import Epoch
-from gms.core.weights import orphans_of
+from gms import names
+from gms.core.events import Claimant, Journal, JournalRecord
 from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults, write_atomic
 
 FORMAT = SlotFormat("understudy-gms 1")
@@ -28,18 +25,7 @@ FAULTS = {"in_use": "gms.journal_in_use", "unwritable": "gms.journal_unwritable"
 logger = logging.getLogger(__name__)
 
 
-class LoadedJournal(msgspec.Struct, frozen=True, rename={"record": "committed"}):
-    """What a slot of the file holds, as JSON; `is_lost`: an earlier file could not be read, and no
-    record has been written since. `offloaded`: the host copy of what was committed,
-    unless `record` is still there."""
-
-    record: JournalRecord | None = None
-    is_lost: bool = False
-    offloaded: JournalRecord | None = None
-    schema: Literal[1] = 1
-
-
-LOST = LoadedJournal(is_lost=True)
+LOST = Journal(is_lost=True)
 
 
 class CommitJournal:
@@ -63,7 +49,7 @@ class CommitJournal:
     def write(self, record: JournalRecord | None, offloaded: JournalRecord | None = None) -> None:
         """Put `record` on disk."""
         with state_faults(self.path, FORMAT, **FAULTS):
-            self._file.write(msgspec.json.encode(LoadedJournal(record, offloaded=offloaded)))
+            self._file.write(msgspec.json.encode(Journal(record, offloaded=offloaded)))
 
     def close(self) -> None:
         self._file.close()
@@ -78,31 +64,18 @@ def peek(path: str) -> JournalRecord | None:
         return None
 
 
-def left_behind(directory: str, device: str, record: JournalRecord | None) -> list[Epoch]:
-    """The epochs of earlier servers of `device`, by their files; the journal knows one of them.
-
-    Staging epochs are among them: a writer may outlive its server by a moment, during which its
-    memory is in use. An epoch without processes is found free at the first look; the journalled one
-    is expected back from a process that still maps it.
-    """
-    ids = names.regions_on_disk(directory, device, names.WEIGHTS)
-    paths = {id_: names.region_path(directory, device, names.WEIGHTS, id_) for id_ in ids}
-    history = {id_ for id_, path in paths.items() if epoch_file.is_retired(path)}
-    return orphans_of(ids, record, history)
-
-
-def _load(path: str) -> LoadedJournal | None:
+def _load(path: str) -> Journal | None:
     """The file's content; None if it cannot be read."""
     try:
         raw = FORMAT.read(path)
     except FileNotFoundError:
-        return LoadedJournal()
+        return Journal()
     slots = FORMAT.decode(raw)
     known = [slot for slot in slots if slot is not None]
     if len(known) < len(slots):
         return None
     try:
-        found = msgspec.json.decode(max(known)[1], type=LoadedJournal)
+        found = msgspec.json.decode(max(known)[1], type=Journal)
     except msgspec.MsgspecError:
         return None  # the checksum is right: another version's file
     records = (found.record, found.offloaded)

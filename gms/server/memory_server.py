@@ -344,6 +344,12 @@ class MemoryServer(abc.ABC, Generic[M]):
         """The file that every process which maps the region holds."""
         return names.region_path(self.directory, self.device, self.tag, region)
 
+    def files(self) -> dict[str, bool]:
+        """What an earlier server has left: the regions that have files, each with whether it is out
+        of service."""
+        found = names.regions_on_disk(self.directory, self.device, self.tag)
+        return {region: epoch_file.is_retired(self.path(region)) for region in found}
+
     def is_free(self, region: str) -> None:
         self.handle(self.machine.region_free, region)
 

@@ -23,7 +23,7 @@ from gms.core.weights import WeightsMachine
 from gms.manifest import check_manifest
 from gms.server.devices import DeviceUsage
 from gms.server.driver_thread import attempt
-from gms.server.journal import CommitJournal, left_behind, peek, read_tokens, write_tokens
+from gms.server.journal import CommitJournal, peek, read_tokens, write_tokens
 from gms.server.memory_server import MemoryPlace, MemoryServer, holders
 from gms.server.slab_store import KvRoom, Part, pool_parts, slab_sizes, weights_parts
 from gms.vmm.interface import DeviceMemory, release_all
@@ -41,28 +41,19 @@ class WeightsServer(MemoryServer[WeightsMachine]):
     def _begin(self) -> None:
         is_gpu = not names.is_host(self.device)
         self._usage = DeviceUsage(device_of(self.device)) if is_gpu else None
+        orphans = self.files()
         self._journal = CommitJournal(
-            gms_journal(self.directory, self.device),
-            has_epochs=bool(names.regions_on_disk(self.directory, self.device, names.WEIGHTS)),
+            gms_journal(self.directory, self.device), has_epochs=bool(orphans)
         )
-        try:
-            found = self._journal.loaded
-            self.machine = WeightsMachine(
-                capacity_bytes=self.place.capacity_bytes,
-                granularity_bytes=self.memory.granularity_bytes,
-                stall_ms=self.place.stall_ms,
-                new_epoch_id=lambda: uuid.uuid4().hex,
-                orphans=left_behind(self.directory, self.device, found.record),
-                is_journal_lost=found.is_lost,
-                offloaded=found.offloaded,
-                # A server may have died before it had written that this epoch is out of service.
-                is_journal_behind=found.record is not None
-                and epoch_file.is_retired(self.path(found.record.epoch)),
-                now_ms=self.clock.now_ms(),
-            )
-        except BaseException:  # it may be started again
-            self._journal.close()
-            raise
+        self.machine = WeightsMachine(
+            capacity_bytes=self.place.capacity_bytes,
+            granularity_bytes=self.memory.granularity_bytes,
+            stall_ms=self.place.stall_ms,
+            new_epoch_id=lambda: uuid.uuid4().hex,
+            orphans=orphans,
+            journal=self._journal.loaded,
+            now_ms=self.clock.now_ms(),
+        )
 
     async def close(self) -> None:
         await super().close()
@@ -145,10 +136,9 @@ class KvServer(MemoryServer[KvMachine]):
 
     def _begin(self) -> None:
         self._token_path = gms_journal(self.directory, self.device, names.KV)
-        found = names.regions_on_disk(self.directory, self.device, names.KV)
         self.machine = KvMachine(
             new_pool_id=lambda: uuid.uuid4().hex,
-            orphans={pool: epoch_file.is_retired(self.path(pool)) for pool in found},
+            orphans=self.files(),
             newest=read_tokens(self._token_path),
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gms.core.events import JournalRecord
+from gms.core.events import Journal, JournalRecord
 from gms.manifest import LayoutHash
 from gms.server import journal
 from plumbing.errors import UnderstudyError
@@ -64,12 +64,12 @@ def test_journal_returns_what_was_written(directory: str, said: JournalRecord | 
     path = gms_journal(directory, DEVICE)
     assert journal.peek(path) is None
     with opened(path) as written:
-        assert written.loaded == journal.LoadedJournal()
+        assert written.loaded == Journal()
         written.write(said)
         with pytest.raises(UnderstudyError, match="in_use"):
             journal.CommitJournal(path)
     with opened(path) as again:
-        assert again.loaded == journal.LoadedJournal(said)
+        assert again.loaded == Journal(said)
     with open(path, "r+b") as stream:
         stream.write(b"torn")
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_journal_returns_what_was_written(directory: str, said: JournalRecord | 
     with opened(path) as last:
         last.write(said)
     with opened(path) as after:
-        assert after.loaded == journal.LoadedJournal(said)
+        assert after.loaded == Journal(said)
 
 
 def opened(path: str) -> contextlib.closing[journal.CommitJournal]:

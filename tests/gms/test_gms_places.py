@@ -87,10 +87,13 @@ def test_devices_have_one_size_or_one_each():
 async def test_server_that_could_not_start_can_be_started(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """A call fails after the journal is open: nothing of the attempt is left in the way."""
+    """A call fails: nothing of the attempt is left in the way."""
+    os.close(
+        os.open(names.region_path(directory, "HOST-0", KV, "a" * 32), os.O_CREAT | os.O_WRONLY)
+    )
     place = server.a_place(directory, "HOST-0", HostMemory(), MIB)
     with monkeypatch.context() as patch:
-        patch.setattr(server, "left_behind", Mock(side_effect=OSError("as told")))
+        patch.setattr(epoch_file, "is_retired", Mock(side_effect=OSError("as told")))
         with pytest.raises(OSError, match="as told"):
             await place.start()
     await place.start()

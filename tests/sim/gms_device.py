@@ -19,7 +19,7 @@ from gms.core import events as ev
 from gms.core.region import WRITER_STATES, Machine, RegionPhase, S
 from gms.core.snapshot import weights_snapshot
 from gms.core.upkeep import Epoch
-from gms.core.weights import WeightsMachine, orphans_of
+from gms.core.weights import WeightsMachine
 from gms.manifest import TensorRecord, encode
 from plumbing.errors import UnderstudyError
 
@@ -87,19 +87,17 @@ class SimServer:
         self.vault: dict[str, Any] = {}  # by epoch: the memory that the server has
         self.watched: set[str] = set()
 
-    def boot(self, **more: Any) -> None:
+    def boot(self, offloaded: ev.JournalRecord | None = None) -> None:
         """A server starts on what the one before it left."""
         record = None if self.is_journal_lost else self.journal
-        orphans = orphans_of(sorted(self.files), record, self.marked & self.files)
         self.machine = self.machine_type(
             capacity_bytes=self.capacity_bytes,
             granularity_bytes=4096,
             stall_ms=STALL_MS,
             new_epoch_id=self.new_id,
-            orphans=orphans,
-            is_journal_lost=self.is_journal_lost,
+            orphans={epoch: epoch in self.marked for epoch in sorted(self.files)},
+            journal=ev.Journal(record, self.is_journal_lost, offloaded),
             now_ms=self.now_ms,
-            **more,
         )
         self.tell("deadline_passed")  # watches what is there
 
@@ -180,9 +178,9 @@ class SimDevice(SimServer):
         """The id of a new epoch: random ones never come again."""
         return f"{next(self._ids):032x}"
 
-    def boot(self) -> None:
+    def boot(self, offloaded: ev.JournalRecord | None = None) -> None:
         self.is_up = True
-        super().boot()
+        super().boot(offloaded)
 
     def crash(self) -> None:
         """The server dies; what it held is gone unless a process maps it."""

@@ -50,8 +50,7 @@ class Node(SimServer):
 
     def start(self) -> None:
         self.now_ms = self.world.now_ms
-        is_behind = self.journal is not None and self.journal.epoch in self.marked
-        self.boot(offloaded=self.offloaded, is_journal_behind=is_behind)
+        self.boot(self.offloaded)
 
     def crash(self) -> None:
         for each in (self.vault, self.driver, self.watched, self.checked):

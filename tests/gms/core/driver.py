@@ -8,8 +8,7 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.upkeep import Epoch
-from gms.core.weights import WeightsMachine
+from gms.core.weights import NO_JOURNAL, WeightsMachine
 from gms.manifest import TensorRecord, encode
 from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
@@ -33,10 +32,9 @@ class Bench:
         self,
         capacity_bytes: int = 100 * MIB,
         stall_ms: float = 1000,
-        orphans: Iterable[Epoch] = (),
+        orphans: Iterable[str] = (),
         auto: bool = True,
-        is_journal_lost: bool = False,
-        offloaded: ev.JournalRecord | None = None,
+        journal: ev.Journal = NO_JOURNAL,
     ) -> None:
         ids = (f"{n:032x}" for n in itertools.count(1))
         self.machine = WeightsMachine(
@@ -44,9 +42,8 @@ class Bench:
             granularity_bytes=4096,
             stall_ms=stall_ms,
             new_epoch_id=lambda: next(ids),
-            orphans=orphans,
-            is_journal_lost=is_journal_lost,
-            offloaded=offloaded,
+            orphans=dict.fromkeys(orphans, False),
+            journal=journal,
         )
         self.device = self.machine  # its books
         self.now_ms = 0.0
@@ -57,7 +54,7 @@ class Bench:
         self.released: list[str] = []
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.journal: ev.JournalRecord | None = None
-        self.offloaded = offloaded  # as the journal has it
+        self.offloaded = journal.offloaded  # as the journal has it
         self.records: list[ev.RecordEvent] = []
 
     def tell(self, *said: Any, **named: Any) -> list[ev.Effect]:

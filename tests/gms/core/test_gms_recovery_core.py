@@ -8,7 +8,6 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import RegionPhase
 from gms.core.upkeep import JOURNAL_RETRY_MS
-from gms.core.weights import orphans_of
 from gms.manifest import encode, identity_hash, layout_hash
 from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench
@@ -25,7 +24,7 @@ def record(epoch: str, identity: dict[str, object]) -> ev.JournalRecord:
 
 def restarted() -> Bench:
     """A server that finds a commit of NEW on disk, and files of NEW and OLD."""
-    bench = Bench(orphans=orphans_of([OLD, NEW], record(NEW, OTHER)))
+    bench = Bench(orphans=(OLD, NEW), journal=ev.Journal(record(NEW, OTHER)))
     bench.mapped |= {OLD, NEW}
     return bench
 
