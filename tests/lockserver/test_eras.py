@@ -10,7 +10,6 @@ import pytest
 from lockserver import state_file
 from lockserver.client.client import LockClient
 from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
-from plumbing.service.files import SLOT_BYTES
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from tests.helpers import auntil, free_port
@@ -62,7 +61,7 @@ def damage(path: str) -> None:
     """Make both slots unreadable."""
     with open(path, "r+b") as file:
         for slot in range(2):
-            file.seek(slot * SLOT_BYTES + 30)
+            file.seek(slot * state_file.FORMAT.slot_bytes + 30)
             file.write(b"damage")
 
 
