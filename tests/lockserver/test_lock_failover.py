@@ -65,7 +65,7 @@ pytestmark = needs_root
 
 @pytest.fixture
 def disk(tmp_path):
-    with small_disk(tmp_path / "small", "size=64k") as disk:
+    with small_disk(tmp_path / "small", "size=512k") as disk:
         yield disk
 
 
