@@ -34,7 +34,7 @@ class JournalRecord(Struct, frozen=True):
     digest: str | None = None  # of the bytes; None until the writer has computed it
 
 
-class Journal(Struct, frozen=True, rename={"record": "committed"}):
+class LoadedJournal(Struct, frozen=True, rename={"record": "committed"}):
     """What is on disk of a place's weights; `is_lost`: an earlier file could not be read, and no
     record has been written since. `offloaded`: the host copy of what was committed,
     unless `record` is still there."""

@@ -68,7 +68,9 @@ HELD = (RegionPhase.MAKING, RegionPhase.RETIRED, RegionPhase.FREEING, RegionPhas
 class Upkeep(Machine[Epoch]):
     """The books of a place's weights; `weights.py` says who writes and who reads."""
 
-    def __init__(self, orphans: Mapping[str, bool], journal: ev.Journal, now_ms: float) -> None:
+    def __init__(
+        self, orphans: Mapping[str, bool], journal: ev.LoadedJournal, now_ms: float
+    ) -> None:
         """`orphans` are the epochs of earlier servers that have files, each with whether its file
         says that it is out of service; `journal` is what they have filed.
 

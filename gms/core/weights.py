@@ -48,7 +48,7 @@ EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions st
 # pinned memory; the driver does not report that, so the call is retried.
 DEVICE_FULL_RETRY_MS = 250
 DEVICE_FULL_WAIT_MS = 60_000.0
-NO_JOURNAL = ev.Journal()
+NO_JOURNAL = ev.LoadedJournal()
 
 
 PHASES_SHOWN = {
@@ -74,7 +74,7 @@ class WeightsMachine(Upkeep):
         stall_ms: float,
         new_epoch_id: Callable[[], str],
         orphans: Mapping[str, bool] | None = None,
-        journal: ev.Journal = NO_JOURNAL,
+        journal: ev.LoadedJournal = NO_JOURNAL,
         now_ms: float = 0.0,
     ) -> None:
         """`orphans`, `journal`: what an earlier server has left, as for `Upkeep`."""

@@ -2,7 +2,7 @@
 answered. Small enough for a slot (no manifest, no identity: those come back with the memory).
 
 One unreadable slot may have held the newest commit: then the journal is lost
-(`Journal.is_lost`), and the survivors decide. The file is kept aside, and the new one is lost
+(`LoadedJournal.is_lost`), and the survivors decide. The file is kept aside, and the new one is lost
 too until a record is written: the next server may die before a survivor rejoins.
 
 Beside it, for KV memory, are the newest claims, so that an older token is refused after a restart.
@@ -16,7 +16,7 @@ import os
 import msgspec
 
 from gms import names
-from gms.core.events import Claimant, Journal, JournalRecord
+from gms.core.events import Claimant, JournalRecord, LoadedJournal
 from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults, write_atomic
 
 FORMAT = SlotFormat("understudy-gms 1")
@@ -25,7 +25,7 @@ FAULTS = {"in_use": "gms.journal_in_use", "unwritable": "gms.journal_unwritable"
 logger = logging.getLogger(__name__)
 
 
-LOST = Journal(is_lost=True)
+LOST = LoadedJournal(is_lost=True)
 
 
 class CommitJournal:
@@ -49,7 +49,7 @@ class CommitJournal:
     def write(self, record: JournalRecord | None, offloaded: JournalRecord | None = None) -> None:
         """Put `record` on disk."""
         with state_faults(self.path, FORMAT, **FAULTS):
-            self._file.write(msgspec.json.encode(Journal(record, offloaded=offloaded)))
+            self._file.write(msgspec.json.encode(LoadedJournal(record, offloaded=offloaded)))
 
     def close(self) -> None:
         self._file.close()
@@ -64,18 +64,18 @@ def peek(path: str) -> JournalRecord | None:
         return None
 
 
-def _load(path: str) -> Journal | None:
+def _load(path: str) -> LoadedJournal | None:
     """The file's content; None if it cannot be read."""
     try:
         raw = FORMAT.read(path)
     except FileNotFoundError:
-        return Journal()
+        return LoadedJournal()
     slots = FORMAT.decode(raw)
     known = [slot for slot in slots if slot is not None]
     if len(known) < len(slots):
         return None
     try:
-        found = msgspec.json.decode(max(known)[1], type=Journal)
+        found = msgspec.json.decode(max(known)[1], type=LoadedJournal)
     except msgspec.MsgspecError:
         return None  # the checksum is right: another version's file
     records = (found.record, found.offloaded)

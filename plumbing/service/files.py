@@ -205,8 +205,7 @@ class SlotFile:
             raw, size = os.pread(self._fd, form.file_bytes + 1, 0), form.slot_bytes
             # Of each slot, what may be no space: a write costs what is in the slot, not its size.
             self._used_bytes = [len(raw[at : at + size].rstrip()) for at in (0, size)]
-            slots = form.decode(raw)
-            self._sequence = max(slot[0] for slot in slots if slot is not None)
+            self._sequence = max(slot[0] for slot in form.decode(raw) if slot is not None)
         except BaseException:
             os.close(self._fd)
             raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gms.core.events import Journal, JournalRecord
+from gms.core.events import JournalRecord, LoadedJournal
 from gms.manifest import LayoutHash
 from gms.server import journal
 from plumbing.errors import UnderstudyError
@@ -64,12 +64,12 @@ def test_journal_returns_what_was_written(directory: str, said: JournalRecord | 
     path = gms_journal(directory, DEVICE)
     assert journal.peek(path) is None
     with opened(path) as written:
-        assert written.loaded == Journal()
+        assert written.loaded == LoadedJournal()
         written.write(said)
         with pytest.raises(UnderstudyError, match="in_use"):
             journal.CommitJournal(path)
     with opened(path) as again:
-        assert again.loaded == Journal(said)
+        assert again.loaded == LoadedJournal(said)
     with open(path, "r+b") as stream:
         stream.write(b"torn")
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_journal_returns_what_was_written(directory: str, said: JournalRecord | 
     with opened(path) as last:
         last.write(said)
     with opened(path) as after:
-        assert after.loaded == Journal(said)
+        assert after.loaded == LoadedJournal(said)
 
 
 def opened(path: str) -> contextlib.closing[journal.CommitJournal]:

@@ -96,7 +96,7 @@ class SimServer:
             stall_ms=STALL_MS,
             new_epoch_id=self.new_id,
             orphans={epoch: epoch in self.marked for epoch in sorted(self.files)},
-            journal=ev.Journal(record, self.is_journal_lost, offloaded),
+            journal=ev.LoadedJournal(record, self.is_journal_lost, offloaded),
             now_ms=self.now_ms,
         )
         self.tell("deadline_passed")  # watches what is there

@@ -55,7 +55,7 @@ def mapped_weights_are_freed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(upkeep, "HELD", ())
 
 
-@RULES.instead("the link outlives the grant", LOADED, WeightsMachine, "_epoch_opened")
+@RULES.instead("the link outlives the grant", LOADED, WeightsMachine, "_grant_write")
 def the_link_ends_with_the_grant(real: Any, self: Any, session: Any) -> None:
     """The writer has been told of the copy: that is the end of it."""
     real(self, session)

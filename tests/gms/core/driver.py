@@ -34,7 +34,7 @@ class Bench:
         stall_ms: float = 1000,
         orphans: Iterable[str] = (),
         auto: bool = True,
-        journal: ev.Journal = NO_JOURNAL,
+        journal: ev.LoadedJournal = NO_JOURNAL,
     ) -> None:
         ids = (f"{n:032x}" for n in itertools.count(1))
         self.machine = WeightsMachine(

@@ -24,7 +24,7 @@ def record(epoch: str, identity: dict[str, object]) -> ev.JournalRecord:
 
 def restarted() -> Bench:
     """A server that finds a commit of NEW on disk, and files of NEW and OLD."""
-    bench = Bench(orphans=(OLD, NEW), journal=ev.Journal(record(NEW, OTHER)))
+    bench = Bench(orphans=(OLD, NEW), journal=ev.LoadedJournal(record(NEW, OTHER)))
     bench.mapped |= {OLD, NEW}
     return bench
 
