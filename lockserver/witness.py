@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from lockserver.core.names import PREFIX as PREFIX
+from lockserver.core.names import SEALED_BYTES as SEALED_BYTES
 from lockserver.core.names import WitnessFile as WitnessFile
 from lockserver.core.names import WitnessState as WitnessState
 from lockserver.core.names import name_of as name_of
@@ -36,7 +37,6 @@ from plumbing.errors import UnderstudyError, is_shortage
 
 UNBORN_PREFIX = "unborn_"  # until it is held; never scanned
 STDIN = 0
-SEALED_BYTES = 1  # an unsealed witness is empty; any length says "this incarnation has ended"
 
 
 def create(directory: str, incarnation: str) -> tuple[str, int]:

@@ -2,10 +2,10 @@
 
 A supervisor's `want` is its complete state; `wanted` makes the locks agree
 with it. When a holder is lost (its want no longer names the lock, its connection closed, its
-process ended, it fell silent), `recovery.probes_due` names its witness exactly when finding that
-witness free would settle the matter; the shell tries it and calls `witness_free`. Of an engine on
-another host its lease is the evidence, which the machine has itself (`leases.py`). Likewise
-`recovery.handed_over` names the serving file of a holder that says that it handed over and lives.
+process ended, it fell silent), `recovery.evidence_due` names its witness exactly when finding that
+witness free would settle the matter, and the serving file of a holder that says that it handed over
+and lives; the shell tries them and calls `evidence_gone`. Of an engine on another host its lease is
+the evidence, which the machine has itself (`leases.py`).
 After every event the ledger makes the next grants, each once it is on disk.
 
 Rules that are here because leaving them out broke an invariant in the model: the newest message of
@@ -405,35 +405,17 @@ class LockMachine:
     # ------------------------------------------------------------------ evidence
 
     @entry
-    def witness_free(self, now_ms: float, lock: str, incarnation: str) -> Iterable[LockEffect]:
-        """The witness that `recovery.probes_due` named was found free and has been sealed."""
-        return self._fenced(self.locks[lock], incarnation, now_ms)
-
-    def _fenced(self, lock: Lock, incarnation: str, now_ms: float) -> Iterable[LockEffect]:
-        holder = lock.holder
-        if holder is None or holder.incarnation != incarnation:
-            return
-        if not recovery.is_decisive(lock, self.supervisors):
-            return
-        if lock.state is LockState.HELD:
-            yield sentences.releasing(lock, holder, "silent", now_ms)
-        yield from self._free(lock, now_ms)
-
-    @entry
-    def serving_file_free(
-        self, now_ms: float, lock: str, incarnation: str, token: int
-    ) -> Iterable[LockEffect]:
-        """The serving file that `recovery.handed_over` named was found free and has been sealed at
-        `token`."""
-        due = recovery.handed_over(self.locks)
-        if (lock, incarnation, token) in [(k, each.incarnation, each.token) for k, each in due]:
-            yield from self._free(self.locks[lock], now_ms)
+    def evidence_gone(self, now_ms: float, evidence: recovery.Evidence) -> Iterable[LockEffect]:
+        """A file that was due was found free and has been sealed."""
+        if evidence in recovery.evidence_due(self.locks, self.supervisors):
+            yield from self._free(self.locks[evidence.lock], now_ms)
 
     def _free_expired(self, now_ms: float) -> Iterable[LockEffect]:
         """Free the locks of holders whose lease was the evidence, and is over."""
         for lock in self.locks.values():
-            if lock.holder is not None and self.leases.is_gone(lock.holder):
-                yield from self._fenced(lock, lock.holder.incarnation, now_ms)
+            is_gone = lock.holder is not None and self.leases.is_gone(lock.holder)
+            if is_gone and recovery.is_decisive(lock, self.supervisors):
+                yield from self._free(lock, now_ms)
 
     @entry
     def directory_scanned(
@@ -448,6 +430,8 @@ class LockMachine:
 
     def _free(self, lock: Lock, now_ms: float) -> Iterable[LockEffect]:
         holder, is_handed_over = lock.holder, lock.is_handed_over
+        if holder is not None and lock.state is LockState.HELD:
+            yield sentences.releasing(lock, holder, "silent", now_ms)
         lock.fire(Signal.EVIDENCE_GONE, now_ms)
         yield sentences.freed(lock, holder, is_handed_over=is_handed_over)
 

@@ -14,6 +14,7 @@ from plumbing.errors import UsageError
 
 PREFIX = "witness_"
 SERVING_PREFIX = "serving_"
+SEALED_BYTES = 1  # an unsealed witness is empty; any length says "this incarnation has ended"
 
 ENGINE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")  # part of file names and of metrics
 INCARNATION = re.compile(r"(?P<engine>[A-Za-z0-9][A-Za-z0-9_.-]{0,62})-(?P<random>[0-9a-f]{16})")

@@ -26,10 +26,12 @@ counts. Engines over TCP leave no file: while a lease may last, they may live un
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 from lockserver.core import sentences
-from lockserver.core.events import Close, Holder, LockEffect, LockRecord
+from lockserver.core.events import Close, LockEffect, LockRecord
 from lockserver.core.lock import Lock, LockState
+from lockserver.core.names import SEALED_BYTES, WitnessFile
 from lockserver.core.supervisors import Locks, Supervisors
 
 EVIDENCE_MS = 1000.0  # evidence that remains longer than this is worth reporting
@@ -44,24 +46,27 @@ def is_decisive(lock: Lock, supervisors: Supervisors) -> bool:
     return supervisor is None or lock.is_ended or supervisor.is_silent
 
 
-def probes_due(locks: Locks, supervisors: Supervisors) -> list[tuple[str, Holder]]:
-    """The (lock, holder) pairs whose witness must be tried now."""
-    return [
-        (lock.name, lock.holder)
-        for lock in locks.values()
-        if lock.holder is not None
-        and lock.holder.lease_ms is None
-        and is_decisive(lock, supervisors)
-    ]
+class Evidence(NamedTuple):
+    """A witness or a serving file whose end frees a lock: found free, it is sealed at `seal_at`."""
+
+    lock: str
+    incarnation: str
+    file: WitnessFile
+    seal_at: int = SEALED_BYTES
 
 
-def handed_over(locks: Locks) -> list[tuple[str, Holder]]:
-    """The (lock, holder) pairs whose serving file must be tried now: free, it frees the lock."""
-    return [
-        (lock.name, lock.holder)
-        for lock in locks.values()
-        if lock.is_handed_over and lock.holder is not None and lock.holder.serving is not None
-    ]
+def evidence_due(locks: Locks, supervisors: Supervisors) -> list[Evidence]:
+    """The files that must be tried now."""
+    found = []
+    for lock in locks.values():
+        holder = lock.holder
+        if holder is None:
+            continue
+        if holder.lease_ms is None and is_decisive(lock, supervisors):
+            found.append(Evidence(lock.name, holder.incarnation, holder.witness))
+        if lock.is_handed_over and holder.serving is not None:
+            found.append(Evidence(lock.name, holder.incarnation, holder.serving, holder.token))
+    return found
 
 
 def forgive(supervisors: Supervisors, now_ms: float) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from lockserver import serving, witness
+from lockserver import witness
 from lockserver.core import recovery
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import PREFIX, SERVING_PREFIX, WitnessState
@@ -54,9 +54,9 @@ class Prober:
     def _find_subject(self) -> object | None:
         """What is being tried; a change means that a new wait has begun."""
         locks = self._machine.locks
-        due = recovery.probes_due(locks, self._machine.supervisors), recovery.handed_over(locks)
+        due = recovery.evidence_due(locks, self._machine.supervisors)
         is_scan = recovery.scan_is_due(locks)
-        return (*due, is_scan) if any(due) or is_scan else None
+        return (due, is_scan) if due or is_scan else None
 
     def _look(self) -> None:
         self._timer = None
@@ -82,17 +82,11 @@ class Prober:
             self._timer = self._loop.call_later(max(delay_s, took_s), self._look)
 
     def _try_holders(self) -> None:
-        for lock, holder in recovery.probes_due(self._machine.locks, self._machine.supervisors):
-            file = holder.witness
-            state = witness.probe(os.path.join(self._directory, file.name), file.dev, file.ino)
+        for each in recovery.evidence_due(self._machine.locks, self._machine.supervisors):
+            path = os.path.join(self._directory, each.file.name)
+            state = witness.probe(path, each.file.dev, each.file.ino, each.seal_at)
             if state is WitnessState.FREE:
-                self._feed(self._machine.witness_free, lock, holder.incarnation)
-        for lock, holder in recovery.handed_over(self._machine.locks):
-            assert holder.serving is not None  # or it would not have been named
-            path = os.path.join(self._directory, holder.serving.name)
-            if serving.probe(path, holder.serving, holder.token) is WitnessState.FREE:
-                said = lock, holder.incarnation, holder.token
-                self._feed(self._machine.serving_file_free, *said)
+                self._feed(self._machine.evidence_gone, each)
 
     def _try_directory(self) -> None:
         """Look first and seal only if that settles it: new processes may be about to lock."""

@@ -14,6 +14,7 @@ import pytest
 from lockserver.core import events as ev
 from lockserver.core.events import Happened
 from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.core.recovery import Evidence
 from lockserver.server import prober
 from lockserver.server.gateways import ServiceSocket
 from lockserver.server.prober import DENSE_S, FAST_S, SLOW_S, Prober
@@ -98,9 +99,10 @@ def test_service_address_that_cannot_be_bound_or_lent_for_now_is_taken_from_nobo
     service.close()
 
 
-HOLDER = SimpleNamespace(
-    incarnation="engine-0-0123456789abcdef",
-    witness=WitnessFile("witness_engine-0_0123456789abcdef", 1, 1),
+DUE = Evidence(
+    "active",
+    "engine-0-0123456789abcdef",
+    WitnessFile("witness_engine-0_0123456789abcdef", 1, 1),
 )
 
 
@@ -135,12 +137,10 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     monkeypatch.setattr(prober, "time", SimpleNamespace(sleep=loop.slept, monotonic=loop.time))
     probe = lambda *file: next(results, WitnessState.FREE)  # noqa: E731
     monkeypatch.setattr(prober, "witness", SimpleNamespace(probe=probe))
-    monkeypatch.setattr(
-        prober.recovery, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
-    )
+    monkeypatch.setattr(prober.recovery, "evidence_due", lambda *_: [] if fed else [DUE])
     monkeypatch.setattr(prober.recovery, "scan_is_due", lambda *_: False)
     monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
-    machine = SimpleNamespace(locks={}, supervisors={}, witness_free="witness_free")
+    machine = SimpleNamespace(locks={}, supervisors={}, evidence_gone="evidence_gone")
     Prober("/run", machine, lambda *said: fed.append(said)).kick()
     assert len(fed) == (free_after == 1)  # tried within the call itself
     while loop.next:
@@ -153,7 +153,7 @@ def test_free_witness_is_found_without_delay(monkeypatch):
     try."""
     waits, fed = tried(monkeypatch, free_after=1)
     assert waits == []
-    assert fed == [("witness_free", "active", HOLDER.incarnation)]
+    assert fed == [("evidence_gone", DUE)]
 
 
 def test_dying_tree_is_probed_densely_then_less_often(monkeypatch):

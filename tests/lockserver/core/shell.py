@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.machine import LockMachine
-from lockserver.core.names import WitnessFile, WitnessState, name_of
+from lockserver.core.names import ServingFile, WitnessFile, WitnessState, name_of
 from lockserver.messages import GrantedMsg, WantMsg
 
 A = "engine-0-000000000000000a"
@@ -59,16 +59,31 @@ class Shell:
         return done
 
     def serving_due(self) -> list[tuple[str, int]]:
-        found = recovery.handed_over(self.machine.locks)
-        return [(holder.incarnation, holder.token) for _, holder in found]
+        return [(each.incarnation, each.seal_at) for each in self._due() if _is_serving(each)]
 
     @property
     def active(self):
         return self.machine.locks["active"]
 
     def due(self) -> list[str]:
-        found = recovery.probes_due(self.machine.locks, self.machine.supervisors)
-        return [holder.incarnation for _, holder in found]
+        return [each.incarnation for each in self._due() if not _is_serving(each)]
+
+    def _due(self) -> list[recovery.Evidence]:
+        return recovery.evidence_due(self.machine.locks, self.machine.supervisors)
+
+    def find_free(self, incarnation: str, token: int = 0) -> list[ev.LockEffect]:
+        """A look finds its witness free, or with a token its serving file."""
+        return self.feed("evidence_gone", self.evidence(incarnation, token))
+
+    def evidence(self, incarnation: str, token: int = 0) -> recovery.Evidence:
+        due = [each for each in self._due() if _is_serving(each) == (token > 0)]
+        files = [each.file for each in due if each.incarnation == incarnation]
+        file = files[0] if files else WitnessFile(name_of(incarnation), 0, 0)
+        return recovery.Evidence("active", incarnation, file, token or recovery.SEALED_BYTES)
+
+
+def _is_serving(evidence: recovery.Evidence) -> bool:
+    return isinstance(evidence.file, ServingFile)
 
 
 def want(conn, incarnation, lock=None, *, engine=None, supervisor=None, **fields) -> ev.Wanted:

@@ -42,10 +42,10 @@ def test_repeated_progress_is_not_a_sign_of_life():
 def test_witness_tried_for_another_incarnation_frees_nothing():
     """Method: without a holder; of another incarnation; of one whose supervisor is heard."""
     shell = Shell()
-    assert shell.feed("witness_free", "active", A) == []
+    assert shell.find_free(A) == []
     shell.feed(want(2, B, "active"))
-    assert shell.feed("witness_free", "active", A) == []
-    assert shell.feed("witness_free", "active", B) == []
+    assert shell.find_free(A) == []
+    assert shell.find_free(B) == []
     assert shell.active.state is LockState.HELD
 
 

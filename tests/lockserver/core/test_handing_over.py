@@ -34,10 +34,10 @@ def test_holder_that_hands_over_frees_the_lock_by_its_serving_file_and_waits_ane
     assert not sent(effects)
     assert shell.serving_due() == [(A, 1)]
     assert shell.active.holder.serving == FILE_A
-    assert sent(shell.feed("serving_file_free", "active", A, 1))[0] == (2, B, 2)
+    assert sent(shell.find_free(A, 1))[0] == (2, B, 2)
     assert [waiter.incarnation for waiter in shell.active.waiters] == [A]
     shell.feed(asks(2, B, "active", over=2))
-    assert sent(shell.feed("serving_file_free", "active", B, 2))[0] == (1, A, 3)
+    assert sent(shell.find_free(B, 2))[0] == (1, A, 3)
     assert sent(shell.feed(asks(1, A, "active", over=1, token=3))) == [(1, A, 3)]
 
 
@@ -46,12 +46,12 @@ def test_word_about_an_older_token_is_not_about_this_one():
     of its first term."""
     shell = held_by_a()
     shell.feed(asks(1, A, "active", over=1))
-    shell.feed("serving_file_free", "active", A, 1)
+    shell.find_free(A, 1)
     shell.feed(asks(2, B, "active", over=2))
-    shell.feed("serving_file_free", "active", B, 2)
+    shell.find_free(B, 2)
     shell.feed(asks(1, A, "active", over=1))  # its grant was lost
     assert shell.active.state is LockState.HELD
-    assert shell.feed("serving_file_free", "active", A, 1) == []
+    assert shell.find_free(A, 1) == []
 
 
 def test_handing_over_survives_a_restart_of_the_server():
@@ -61,7 +61,7 @@ def test_handing_over_survives_a_restart_of_the_server():
     assert shell.active.state is LockState.RECOVERING
     shell.feed(asks(5, A, "active", over=1))
     assert shell.serving_due() == [(A, 1)]
-    assert sent(shell.feed("serving_file_free", "active", A, 1)) == [(5, A, 2)]
+    assert sent(shell.find_free(A, 1)) == [(5, A, 2)]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def give_up(shell: Shell, conn: int = 1, engine: str = "engine-0") -> list[ev.Lo
     """The holder has drained and reaped: it names no incarnation, and its witness is free."""
     incarnation = shell.active.holder.incarnation
     effects = shell.feed(want(conn, None, engine=engine))
-    return effects + shell.feed("witness_free", "active", incarnation)
+    return effects + shell.find_free(incarnation)
 
 
 # ---------------------------------------------------------------------- done
@@ -184,7 +184,7 @@ def test_holder_that_dies_is_an_ordinary_failover(to):
     ask(shell, to=to)
     effects = shell.feed("process_gone", f"{'engine-0':0>16}")
     assert sent(effects) == []
-    effects = shell.feed("witness_free", "active", A)
+    effects = shell.find_free(A)
     assert sent(effects) == [(2, B, 2)]
     assert answers(effects) == [(1, "lock.switchover_failed")]
     assert happened(effects)[-1] == "lock.switchover_failed"
@@ -247,7 +247,7 @@ def test_overdue_switchover_ends_with_the_next_grant_without_an_answer(is_killed
     shell.pass_ms(200)
     if is_killed:
         shell.feed("process_gone", f"{'engine-0':0>16}")
-        effects = shell.feed("witness_free", "active", A)
+        effects = shell.find_free(A)
     else:
         effects = give_up(shell)
     assert sent(effects) == [(2, B, 2)]
@@ -354,7 +354,7 @@ def test_switchovers_never_grant_early_and_answer_once(steps):
                 feed(want(supervisor.conn, None, engine=holder.engine))
             elif step == "free" and holder.incarnation in shell.due():
                 freed.add(holder.incarnation)
-                feed("witness_free", "active", holder.incarnation)
+                feed("evidence_gone", shell.evidence(holder.incarnation))
         assert (shell.active.preferred is None) == (not shell.machine.switchovers.under_way)
     for _ in range(12):
         shell.now_ms += 250

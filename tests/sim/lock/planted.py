@@ -15,7 +15,7 @@ from lockserver.core import events as ev
 from lockserver.core import machine, recovery, supervisors
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.machine import Ledger, LockMachine
-from lockserver.core.names import WitnessState
+from lockserver.core.names import ServingFile, WitnessState
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.messages import GrantedMsg
 from tests.sim.kit import Patch, PlantedRules
@@ -60,8 +60,11 @@ def witness_ignored(real: Any, self: Server) -> list[tuple[Any, Any]]:
     """Every witness looks free to the server."""
     found = real(self)
     if self.machine is not None:
-        for lock, holder in recovery.probes_due(self.machine.locks, self.machine.supervisors):
-            found.append((self.probe, (lock, self.world.trees[holder.incarnation])))
+        for lock, incarnation, file, _ in recovery.evidence_due(
+            self.machine.locks, self.machine.supervisors
+        ):
+            if not isinstance(file, ServingFile):
+                found.append((self.probe, (lock, self.world.trees[incarnation])))
     return found
 
 
@@ -227,11 +230,15 @@ CORE.put("written-again", STUCK, machine, "RETRY_MS", 1e12)
 # ---------------------------------------------------------------------- a hand-over in place
 
 
-@HAND_OVER.instead("server-waits-for-the-word", "without its word", recovery, "handed_over")
-def no_word(real: Any, locks: Any) -> Any:
+@HAND_OVER.instead("server-waits-for-the-word", "without its word", recovery, "evidence_due")
+def no_word(real: Any, locks: Any, known: Any) -> Any:
     """The serving file is tried although its holder has not said that it handed over."""
-    held = [lock for lock in locks.values() if lock.holder is not None]
-    return [(lock.name, lock.holder) for lock in held if lock.holder.serving is not None]
+    held = [(lock.name, lock.holder) for lock in locks.values() if lock.holder is not None]
+    return [each for each in real(locks, known) if not isinstance(each.file, ServingFile)] + [
+        recovery.Evidence(name, holder.incarnation, holder.serving, holder.token)
+        for name, holder in held
+        if holder.serving is not None
+    ]
 
 
 @HAND_OVER.instead("server-seals", TWO, Server, "seal_serving", seed=35)
@@ -249,7 +256,7 @@ def seal_is_taken_off(real: Any, self: Server, effects: Any) -> None:
 
 
 @HAND_OVER.instead("server-tries-the-filed-file", TWO, Server, "is_filed", seed=320)
-def any_file_will_do(real: Any, self: Server, tree: Tree, holder: ev.Holder) -> bool:
+def any_file_will_do(real: Any, self: Server, tree: Tree, file: ServingFile) -> bool:
     """Whatever file has the serving file's name is evidence."""
     return True
 

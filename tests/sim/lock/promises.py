@@ -313,8 +313,10 @@ class Promises:
                 tree = self.world.trees[lock.holder.incarnation]
                 is_over = self.is_over(tree, lock.holder.token)
                 if not tree.is_alive and (is_over or self.is_silent(tree.sup)):
-                    due = recovery.probes_due(machine.locks, machine.supervisors)
-                    assert (lock.name, lock.holder) in due, f"{lock.name} waits for the dead"
+                    due = recovery.evidence_due(machine.locks, machine.supervisors)
+                    assert any(each.file == lock.holder.witness for each in due), (
+                        f"{lock.name} waits for the dead"
+                    )
 
     def is_heard(self, sup: Sup) -> bool:
         return self.silence_ms(sup) < SILENT_MS

@@ -13,7 +13,8 @@ from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.lock import locks_of
 from lockserver.core.machine import LockMachine
-from lockserver.core.names import WitnessState
+from lockserver.core.names import ServingFile, WitnessState
+from lockserver.core.recovery import Evidence
 from lockserver.messages import GrantedMsg, StandbyMsg, WantMsg
 from tests.sim.lock.engines import CONTINUATION, Conn, Said, Sup, Tree
 
@@ -170,6 +171,7 @@ class Server:
         if self.is_short:
             return found
         trees = self.world.trees
+        due = recovery.evidence_due(machine.locks, machine.supervisors)
         for lock in machine.locks.values():
             if lock.holder is None:
                 if lock.is_unknown and recovery.scan_frees(
@@ -178,12 +180,13 @@ class Server:
                     found.append((self.scan, None))
             elif not trees[lock.holder.incarnation].is_alive:
                 tree = trees[lock.holder.incarnation]
-                due = recovery.probes_due(machine.locks, machine.supervisors)
-                if (lock.name, lock.holder) in due and not tree.is_removed:
+                is_due = Evidence(lock.name, tree.incarnation, lock.holder.witness) in due
+                if is_due and not tree.is_removed:
                     found.append((self.probe, (lock.name, tree)))
-        for name, holder in recovery.handed_over(machine.locks):
-            tree = trees[holder.incarnation]
-            if self.is_filed(tree, holder) and not self.is_serving_held(tree):
+        for name, incarnation, file, _ in due:
+            tree = trees[incarnation]
+            is_serving = isinstance(file, ServingFile)
+            if is_serving and self.is_filed(tree, file) and not self.is_serving_held(tree):
                 found.append((self.probe_serving, (name, tree)))
         return found
 
@@ -273,7 +276,7 @@ class Server:
         lock, tree = subject
         self.seal(tree)
         self.world.promises.freed_by_witness(tree, self.holder_of(lock).token)
-        self.feed("witness_free", lock, tree.incarnation)
+        self.feed("evidence_gone", Evidence(lock, tree.incarnation, tree.witness))
 
     def holder_of(self, lock: str) -> ev.Holder:
         holder = self.machine.locks[lock].holder if self.machine is not None else None
@@ -285,10 +288,12 @@ class Server:
         token = self.holder_of(lock).token
         self.seal_serving(tree, token)
         self.world.promises.freed_by_serving_file(tree, token)
-        self.feed("serving_file_free", lock, tree.incarnation, token)
+        file = self.holder_of(lock).serving
+        assert file is not None
+        self.feed("evidence_gone", Evidence(lock, tree.incarnation, file, token))
 
-    def is_filed(self, tree: Tree, holder: ev.Holder) -> bool:
-        return tree.serving == holder.serving
+    def is_filed(self, tree: Tree, file: ServingFile) -> bool:
+        return tree.serving == file
 
     def is_serving_held(self, tree: Tree) -> bool:
         """Whether a process holds the file that has the name of this tree's serving file."""
