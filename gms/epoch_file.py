@@ -35,7 +35,7 @@ def create(path: str, size_bytes: int = 0) -> None:
         raise
 
 
-def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
+def join(path: str, placeholder: OwnedFd) -> OwnedFd:
     """Hold the epoch: a descriptor with a shared flock, to be kept while it is mapped.
 
     A dying process closes its highest descriptors first, so the flock should be below the memory's:
@@ -43,8 +43,7 @@ def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
     `gms.stale_epoch` if the server has already given this epoch up.
     """
     with contextlib.ExitStack() as stack:
-        if placeholder is not None:
-            stack.enter_context(placeholder)
+        stack.enter_context(placeholder)
         try:
             held = stack.enter_context(OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
         except FileNotFoundError:
@@ -52,8 +51,6 @@ def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
         fcntl.flock(held.fileno(), fcntl.LOCK_SH)  # waits at most for one try of the server
         if os.fstat(held.fileno()).st_nlink == 0:
             raise _stale(path)
-        if placeholder is None:
-            return OwnedFd(held.detach())
         os.dup2(held.fileno(), placeholder.fileno(), inheritable=False)
         return OwnedFd(placeholder.detach())
 

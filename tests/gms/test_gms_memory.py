@@ -15,6 +15,7 @@ import pytest
 from msgspec import structs
 
 from gms import epoch_file
+from gms.client.attach import placeholder
 from gms.client.weights import SLABS_WANTED
 from gms.manifest import SLABS_MAX
 from gms.vmm.host import HostAllocation, HostMemory
@@ -140,7 +141,7 @@ def test_epoch_file_is_held_until_the_last_process_releases_it(directory: str):
     path = f"{directory}/e"
     epoch_file.create(path)
     before = open_fds()
-    first, second = epoch_file.join(path), epoch_file.join(path)
+    first, second = joined(path), joined(path)
     first.close()
     assert epoch_file.is_held(path)
     assert not epoch_file.remove_if_free(path)
@@ -149,18 +150,22 @@ def test_epoch_file_is_held_until_the_last_process_releases_it(directory: str):
     assert epoch_file.remove_if_free(path)
     assert not os.path.exists(path)
     with pytest.raises(UnderstudyError, match=r"gms\.stale_epoch"):
-        epoch_file.join(path)
+        joined(path)
     assert open_fds() == before
+
+
+def joined(path: str) -> OwnedFd:
+    return epoch_file.join(path, placeholder())
 
 
 def test_flock_takes_the_low_number_of_its_placeholder(directory: str):
     """A dying process closes its highest descriptors first: the flock has to be below the slabs."""
     path = f"{directory}/e"
     epoch_file.create(path)
-    placeholder = OwnedFd(os.open(os.devnull, os.O_RDONLY))
-    number = placeholder.fileno()
+    low = placeholder()
+    number = low.fileno()
     slab = OwnedFd(os.memfd_create("slab"))
-    with epoch_file.join(path, placeholder) as held, slab:
+    with epoch_file.join(path, low) as held, slab:
         assert held.fileno() == number < slab.fileno()
         assert epoch_file.is_held(path)
         assert not os.get_inheritable(number)
@@ -173,7 +178,7 @@ def test_joiner_that_opened_the_file_before_it_was_removed_is_stale(directory: s
     server = os.open(path, os.O_RDWR)
     fcntl.flock(server, fcntl.LOCK_EX)
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(epoch_file.join, path)
+        joining = pool.submit(joined, path)
         os.unlink(path)
         os.close(server)
         with pytest.raises(UnderstudyError, match=r"gms\.stale_epoch"):
