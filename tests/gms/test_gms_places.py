@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from gms import epoch_file, names
+from gms import messages as msg
 from gms.cli import sizes_of
 from gms.core.region import RegionPhase
 from gms.core.upkeep import Epoch
@@ -16,9 +18,11 @@ from gms.server import server
 from gms.server.server import DeviceProcess
 from gms.status import devices_in
 from gms.vmm.host import HostMemory
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import RemoteError, UnderstudyError, UsageError
 from plumbing.pod.paths import KV, WEIGHTS, gms_socket, gms_sockets
 from plumbing.service.config import size_list
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.messages import Message
 
 PLACES = ("HOST-0.chat", "HOST-0.chat-2", "HOST-0.4.5-kv", "HOST-1.chat", "HOST-0")
 POOL, EPOCH = "0" * 32, "1" * 32
@@ -97,4 +101,29 @@ async def test_server_that_could_not_start_can_be_started(
         with pytest.raises(OSError, match="as told"):
             await place.start()
     await place.start()
+    await place.close()
+
+
+async def test_epoch_whose_file_cannot_be_made_is_refused(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: a full disk costs one load, and nothing else. Method: the writer that is granted cannot
+    have its file; the next one can."""
+    place = server.a_place(directory, "HOST-0", HostMemory(), MIB)
+    await place.start()
+    request = msg.AttachMsg("engine-0", "i", "rw_or_ro", identity={}, wait_ms=5000)
+
+    def attach() -> Message:
+        with BlockingClient(gms_socket(directory, "HOST-0"), msg.CATALOGUE) as client:
+            reply = client.request(request, timeout_s=10)
+            while isinstance(reply.message, msg.WaitingMsg):  # the lost epoch is given up first
+                reply = client.receive(10)
+            return reply.message
+
+    with monkeypatch.context() as patch:
+        patch.setattr(epoch_file, "create", Mock(side_effect=OSError(28, "a full disk")))
+        with pytest.raises(RemoteError) as caught:
+            await asyncio.to_thread(attach)
+        assert caught.value.code == "gms.epoch_file"
+    assert isinstance(await asyncio.to_thread(attach), msg.WritingMsg)
     await place.close()
