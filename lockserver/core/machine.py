@@ -405,7 +405,7 @@ class LockMachine:
     # ------------------------------------------------------------------ evidence
 
     @entry
-    def evidence_gone(self, now_ms: float, evidence: recovery.Evidence) -> Iterable[LockEffect]:
+    def evidence_gone(self, now_ms: float, evidence: recovery.DueEvidence) -> Iterable[LockEffect]:
         """A file that was due was found free and has been sealed."""
         if evidence in recovery.evidence_due(self.locks, self.supervisors):
             yield from self._free(self.locks[evidence.lock], now_ms)

@@ -46,7 +46,7 @@ def is_decisive(lock: Lock, supervisors: Supervisors) -> bool:
     return supervisor is None or lock.is_ended or supervisor.is_silent
 
 
-class Evidence(NamedTuple):
+class DueEvidence(NamedTuple):
     """A witness or a serving file whose end frees a lock: found free, it is sealed at `seal_at`."""
 
     lock: str
@@ -55,7 +55,7 @@ class Evidence(NamedTuple):
     seal_at: int = SEALED_BYTES
 
 
-def evidence_due(locks: Locks, supervisors: Supervisors) -> list[Evidence]:
+def evidence_due(locks: Locks, supervisors: Supervisors) -> list[DueEvidence]:
     """The files that must be tried now."""
     found = []
     for lock in locks.values():
@@ -63,9 +63,9 @@ def evidence_due(locks: Locks, supervisors: Supervisors) -> list[Evidence]:
         if holder is None:
             continue
         if holder.lease_ms is None and is_decisive(lock, supervisors):
-            found.append(Evidence(lock.name, holder.incarnation, holder.witness))
+            found.append(DueEvidence(lock.name, holder.incarnation, holder.witness))
         if lock.is_handed_over and holder.serving is not None:
-            found.append(Evidence(lock.name, holder.incarnation, holder.serving, holder.token))
+            found.append(DueEvidence(lock.name, holder.incarnation, holder.serving, holder.token))
     return found
 
 

@@ -14,7 +14,7 @@ import pytest
 from lockserver.core import events as ev
 from lockserver.core.events import Happened
 from lockserver.core.names import WitnessFile, WitnessState
-from lockserver.core.recovery import Evidence
+from lockserver.core.recovery import DueEvidence
 from lockserver.server import prober
 from lockserver.server.gateways import ServiceSocket
 from lockserver.server.prober import DENSE_S, FAST_S, SLOW_S, Prober
@@ -99,7 +99,7 @@ def test_service_address_that_cannot_be_bound_or_lent_for_now_is_taken_from_nobo
     service.close()
 
 
-DUE = Evidence(
+DUE = DueEvidence(
     "active",
     "engine-0-0123456789abcdef",
     WitnessFile("witness_engine-0_0123456789abcdef", 1, 1),

@@ -68,21 +68,21 @@ class Shell:
     def due(self) -> list[str]:
         return [each.incarnation for each in self._due() if not _is_serving(each)]
 
-    def _due(self) -> list[recovery.Evidence]:
+    def _due(self) -> list[recovery.DueEvidence]:
         return recovery.evidence_due(self.machine.locks, self.machine.supervisors)
 
     def find_free(self, incarnation: str, token: int = 0) -> list[ev.LockEffect]:
         """A look finds its witness free, or with a token its serving file."""
         return self.feed("evidence_gone", self.evidence(incarnation, token))
 
-    def evidence(self, incarnation: str, token: int = 0) -> recovery.Evidence:
+    def evidence(self, incarnation: str, token: int = 0) -> recovery.DueEvidence:
         due = [each for each in self._due() if _is_serving(each) == (token > 0)]
         files = [each.file for each in due if each.incarnation == incarnation]
         file = files[0] if files else WitnessFile(name_of(incarnation), 0, 0)
-        return recovery.Evidence("active", incarnation, file, token or recovery.SEALED_BYTES)
+        return recovery.DueEvidence("active", incarnation, file, token or recovery.SEALED_BYTES)
 
 
-def _is_serving(evidence: recovery.Evidence) -> bool:
+def _is_serving(evidence: recovery.DueEvidence) -> bool:
     return isinstance(evidence.file, ServingFile)
 
 

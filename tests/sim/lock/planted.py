@@ -235,7 +235,7 @@ def no_word(real: Any, locks: Any, known: Any) -> Any:
     """The serving file is tried although its holder has not said that it handed over."""
     held = [(lock.name, lock.holder) for lock in locks.values() if lock.holder is not None]
     return [each for each in real(locks, known) if not isinstance(each.file, ServingFile)] + [
-        recovery.Evidence(name, holder.incarnation, holder.serving, holder.token)
+        recovery.DueEvidence(name, holder.incarnation, holder.serving, holder.token)
         for name, holder in held
         if holder.serving is not None
     ]

@@ -14,7 +14,7 @@ from lockserver.core import recovery
 from lockserver.core.lock import locks_of
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import ServingFile, WitnessState
-from lockserver.core.recovery import Evidence
+from lockserver.core.recovery import DueEvidence
 from lockserver.messages import GrantedMsg, StandbyMsg, WantMsg
 from tests.sim.lock.engines import CONTINUATION, Conn, Said, Sup, Tree
 
@@ -180,7 +180,7 @@ class Server:
                     found.append((self.scan, None))
             elif not trees[lock.holder.incarnation].is_alive:
                 tree = trees[lock.holder.incarnation]
-                is_due = Evidence(lock.name, tree.incarnation, lock.holder.witness) in due
+                is_due = DueEvidence(lock.name, tree.incarnation, lock.holder.witness) in due
                 if is_due and not tree.is_removed:
                     found.append((self.probe, (lock.name, tree)))
         for name, incarnation, file, _ in due:
@@ -276,7 +276,7 @@ class Server:
         lock, tree = subject
         self.seal(tree)
         self.world.promises.freed_by_witness(tree, self.holder_of(lock).token)
-        self.feed("evidence_gone", Evidence(lock, tree.incarnation, tree.witness))
+        self.feed("evidence_gone", DueEvidence(lock, tree.incarnation, tree.witness))
 
     def holder_of(self, lock: str) -> ev.Holder:
         holder = self.machine.locks[lock].holder if self.machine is not None else None
@@ -290,7 +290,7 @@ class Server:
         self.world.promises.freed_by_serving_file(tree, token)
         file = self.holder_of(lock).serving
         assert file is not None
-        self.feed("evidence_gone", Evidence(lock, tree.incarnation, file, token))
+        self.feed("evidence_gone", DueEvidence(lock, tree.incarnation, file, token))
 
     def is_filed(self, tree: Tree, file: ServingFile) -> bool:
         return tree.serving == file
