@@ -374,14 +374,14 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
     "plumbing": 6_195,
-    "lockserver": 5_960,
-    "gms": 8_480,
+    "lockserver": 5_895,
+    "gms": 8_415,
     "engine": 15_730,
     "gateway": 9_865,
     "pool": 6_680,
     "understudy": 7_675,
     "hack": 5_700,
-    "tests": 61_085,
+    "tests": 61_095,
 }
 
 
