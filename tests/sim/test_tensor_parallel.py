@@ -65,8 +65,8 @@ def test_an_engine_may_die_at_every_step(roles, death):
 class NoLoader(Loading):
     """Roles alone: an engine that may write goes at once."""
 
-    def permitted(self, *, has_loader: bool) -> list[int]:
-        return super().permitted(has_loader=True)
+    def is_permitted(self, *, has_loader: bool) -> bool:
+        return super().is_permitted(has_loader=True)
 
     @property
     def wants_loader(self) -> bool:

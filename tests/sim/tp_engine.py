@@ -97,7 +97,7 @@ class Engine:
     # ------------------------------------------------------------------ the way to the weights
 
     def rank_asks(self, rank: Rank) -> None:
-        self.loading.asked(rank.number, self.ranks_count)
+        self.loading.asked(self.ranks_count)
         self._let_go()
 
     def rank_attached(self, rank: Rank) -> None:
@@ -115,10 +115,10 @@ class Engine:
 
     def _let_go(self) -> None:
         has_loader = self.world.loader.holder == self.supervisor
-        for number in self.loading.permitted(has_loader=has_loader):
-            rank = self.ranks[number]
-            if rank.at is At.ASKING:
-                rank.at, rank.mode = At.LEFT, self.loading.mode
+        if self.loading.is_permitted(has_loader=has_loader):
+            for rank in self.ranks:
+                if rank.at is At.ASKING:
+                    rank.at, rank.mode = At.LEFT, self.loading.mode
 
     # ------------------------------------------------------------------ its end
 
