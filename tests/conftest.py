@@ -78,7 +78,8 @@ def pytest_runtest_makereport(
     report = yield
     directory = getattr(item, "funcargs", {}).get("tmp_path")
     if report.failed and directory is not None:
-        events = sorted(each for path in directory.rglob("log/*.log") for each in events_in(path))
+        logs = (path for path in directory.rglob("log/*.log") if path.is_file())  # no pipe
+        events = sorted(each for path in logs for each in events_in(path))
         report.sections.append(("last events of its pods", "\n".join(events[-EVENTS_SHOWN:])))
     return report
 
