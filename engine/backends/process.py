@@ -44,7 +44,7 @@ ANSWER_TIMEOUT_S = 30.0
 REPORT_TIMEOUT_S = 5.0
 
 # Errors that the next launch would meet again, besides every UsageError.
-PERMANENT = ("gms.identity_mismatch", "gms.larger_than_device")
+PERMANENT = ("gms.identity_mismatch", "gms.larger_than_device", "gms.kv_too_large")
 
 
 @dataclass(frozen=True)

@@ -222,9 +222,10 @@ class Incarnation:
         self._stop_placing()
         self._on_gone()
 
-    def _fail(self, cause: str, text: str, is_machine: bool) -> None:
+    def _fail(self, cause: str, text: str, is_machine: bool, code: str = "") -> None:
         self.machine_fault = text if is_machine else self.machine_fault
-        self._hub.post(Failed(ev.MACHINE_FAULT if is_machine else cause, text))
+        exit_code = 1 if code in process.PERMANENT else None
+        self._hub.post(Failed(ev.MACHINE_FAULT if is_machine else cause, text, exit_code))
 
     # ------------------------------------------------------------------ what the backend reports
 
@@ -505,11 +506,11 @@ class BackendChannel(Handler):
         self,
         *,
         on_message: Callable[[Message], None],
-        on_fault: Callable[[str, bool], None],
+        on_fault: Callable[[str, bool, str], None],
         on_closed: Callable[[str], None],
     ) -> None:
-        """`on_fault` gets errors, and replies of the wrong type, as a sentence, and whether that is
-        the machine's fault."""
+        """`on_fault` gets errors, and replies of the wrong type, as a sentence, whether that is
+        the machine's fault, and the code."""
         self._on_message = on_message
         self._on_fault = on_fault
         self._on_closed = on_closed
@@ -559,11 +560,12 @@ class BackendChannel(Handler):
         if isinstance(message, FaultMsg):
             did = f"failed at {asked[0].TYPE}" if asked is not None else "gave up"
             text = f"the backend {did}: {message.message} [{message.code}]"
-            self._on_fault(text, bool(message.details.get(DISK)))
+            self._on_fault(text, bool(message.details.get(DISK)), message.code)
         elif asked is None:
             self._on_message(message)
         elif not isinstance(message, asked[1]):
-            self._on_fault(f"the backend replied to {asked[0].TYPE} with {message.TYPE}", False)
+            text = f"the backend replied to {asked[0].TYPE} with {message.TYPE}"
+            self._on_fault(text, False, "")
         else:
             asked[2](message)
 

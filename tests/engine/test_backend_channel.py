@@ -43,7 +43,7 @@ def test_supervisor_hears_of_every_failed_request(error, sentence):
         prepared = asyncio.Event()
         ours = BackendChannel(
             on_message=lambda message: prepared.set(),
-            on_fault=lambda text, is_machine: fault.set_result((text, is_machine)),
+            on_fault=lambda text, is_machine, code: fault.set_result((text, is_machine)),
             on_closed=lambda reason: None,
         )
         channel = Channel(ours.open())

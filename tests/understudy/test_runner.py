@@ -174,6 +174,15 @@ async def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_p
     assert log.index("died of signal 9; restarting now") < log.index("restarting in 250 ms")
 
 
+async def test_part_that_gave_up_after_its_start_is_an_error(tmp_path):
+    """Goal: `up` does not wait for a pod whose engines can never serve."""
+    async with running(tmp_path / "log", python("engine", "raise SystemExit(69)")) as runner:
+        await auntil(lambda: runner.restarts()["engine"], "its end")
+        with pytest.raises(UnderstudyError) as caught:
+            runner.check()
+    assert caught.value.code == "pod.start_failed"
+
+
 async def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period(
     tmp_path, monkeypatch
 ):

@@ -17,6 +17,7 @@ from plumbing.wire.server import PathGuard
 from tests.helpers import free_port
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
+from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.up import pods
 from understudy.up.pods import claim, forget_last_pod, refuse_second_pod
@@ -41,7 +42,9 @@ async def test_pod_is_announced_before_its_standby_is_ready(directory: Path, mon
         document = pod.document
         monkeypatch.setattr(pod, "document", lambda name: document(name) | {"service": {}})
         containers = LocalPod(directory, Path("/m")).containers()
-        saying = asyncio.create_task(pods.say_welcome(directory, containers, lines.append))
+        runner = PodRunner([], directory / "log")
+        say = lines.append
+        saying = asyncio.create_task(pods.say_welcome(directory, containers, runner, say))
         await asyncio.wait({saying}, timeout=0.3)
         assert not saying.done()
         monkeypatch.setattr(pod, "document", document)

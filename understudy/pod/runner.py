@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.errors import GivenUpError, UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.pod.supervision import ChildProcess
 from plumbing.service import init
 from plumbing.service.init import FIRST_START_ENV
@@ -102,6 +102,16 @@ class RunningContainer:
             self.log.note(f"(runner) still running after {grace_s:.3g} s: SIGKILL")
             self._signal(signal.SIGKILL)
         await self._task
+
+    def start_failed(self) -> UnderstudyError:
+        # A usage error of a part is ours, too: same exit code.
+        error = UsageError if self.exit_code == UsageError.exit_code else UnderstudyError
+        name = self.container.name
+        return error(
+            "pod.start_failed",
+            f"{name} {self.ended} while starting: {self.log.last_error()} (see {self.log.path})",
+            container=name,
+        )
 
     async def _keep(self) -> None:
         """Its lives, one after another."""
@@ -222,6 +232,16 @@ class PodRunner:
                     each.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
+    def check(self) -> None:
+        """Raise for a part that has given up, such as one whose memory can never fit.
+
+        Raises:
+            UnderstudyError: `pod.start_failed`.
+        """
+        for kept in self._kept.values():
+            if kept.exit_code == GivenUpError.exit_code:
+                raise kept.start_failed()
+
     async def restart(self, name: str) -> None:
         """Stop a container and start it anew; returns when it has passed its startup probe.
 
@@ -268,14 +288,7 @@ class PodRunner:
                 self._say(f"waiting for {container.name}: {shown}")
             await asyncio.sleep(LOOK_S)
         if not kept.was_up:
-            # A usage error of a part is ours, too: same exit code.
-            error = UsageError if kept.exit_code == UsageError.exit_code else UnderstudyError
-            raise error(
-                "pod.start_failed",
-                f"{container.name} {kept.ended} while starting: {kept.log.last_error()} "
-                f"(see {kept.log.path})",
-                container=container.name,
-            )
+            raise kept.start_failed()
 
 
 async def run_pod(

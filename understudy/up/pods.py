@@ -196,7 +196,7 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
             if pod.replicas:
                 await say_fleet(directory, pod, say)
             elif BEHIND_FRONT not in os.environ:
-                await say_welcome(directory, pod.containers, say)
+                await say_welcome(directory, pod.containers, runner, say)
             await asyncio.Event().wait()
 
         farewell = None if pod.replicas else partial(say_farewell, directory, say)
@@ -279,11 +279,18 @@ FAREWELL_POLL_S = 0.1  # until the engines know that they are to exit, and count
 clock = SystemClock()
 
 
-async def say_welcome(directory: Path, containers: Sequence[Container], say: Say) -> None:
-    """Once the pod in `directory` serves, say where to send requests and how to look at it."""
+async def say_welcome(
+    directory: Path, containers: Sequence[Container], runner: PodRunner, say: Say
+) -> None:
+    """Once the pod in `directory` serves, say where to send requests and how to look at it.
+
+    Raises:
+        UnderstudyError: `pod.start_failed`, a part gave up before that.
+    """
     began_ms, has_pool = clock.now_ms(), any(each.name == POOL for each in containers)
 
     async def look() -> list[str] | str:
+        runner.check()
         view = await gather(directory)
         address = service_of(view["lockserver"])
         target = inside_target(address) if address else None  # while the lock server does not say

@@ -45,19 +45,20 @@ def test_start_by_hand_names_the_command_to_use():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "device_kib", "words"),
     [
-        (("--model", "MODEL", "--slots", "0"), "slots"),
-        (("--model", "MODEL", "--max-context", "4096"), "engine.context_too_long"),
-        (("--model", "MODEL", "--slots", "1024"), "gms.larger_than_device"),
+        (("--model", "MODEL", "--slots", "0"), 64, "slots"),
+        (("--model", "MODEL", "--max-context", "4096"), 64, "engine.context_too_long"),
+        (("--model", "MODEL", "--slots", "1024"), 64, "gms.larger_than_device"),
+        (("--model", "MODEL", "--slots", "1024"), 2048, "gms.kv_too_large"),
     ],
 )
 def test_fault_that_no_relaunch_can_fix_ends_the_engine(
-    pod: Pod, lock: StubLock, directory: Path, model: Path, arguments: Any, words: str
+    pod: Pod, lock: StubLock, directory: Path, model: Path, arguments: Any, device_kib, words: str
 ):
     """Goal: one sentence that names the cause. Method: what the command line, the model and the
     memory service refuse."""
-    gms = GmsProcess(str(directory), device_bytes=64 << 10).start()
+    gms = GmsProcess(str(directory), device_bytes=device_kib << 10).start()
     filled = [str(model) if argument == "MODEL" else argument for argument in arguments]
     engine = pod.engine("e-0", backend=("reference", *filled))
     assert engine.wait() in (2, 69)
