@@ -174,7 +174,7 @@ class EngineStatus:
             *(server.problem for server in self.sockets),
         ]
         if running is not None:
-            problems += [running.problem, running.waiting]
+            problems += [running.problem, running.waiting, running.note]
             problems += running.prepared.warnings if running.prepared is not None else ()
         return [problem for problem in problems if problem]
 

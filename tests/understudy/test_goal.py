@@ -83,3 +83,5 @@ def test_what_cannot_be_done_is_said_with_its_exit_code(pod: Pod, tmp_path: Path
     assert late.returncode == 5
     assert "pod.goal_timeout" in late.stderr
     assert run(tmp_path, "sleep").returncode == 3
+    without_copies = run(pod.directory, "sleep", "--offloaded")
+    assert (without_copies.returncode, "gms.no_copy" in without_copies.stderr) == (1, True)

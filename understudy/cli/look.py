@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from plumbing.errors import DegradedError, UsageError
+from plumbing.errors import DegradedError, UnderstudyError, UsageError
 from plumbing.pod.cli import (
     Look,
     fail,
@@ -24,7 +24,7 @@ from plumbing.pod.cli import (
     watch_flag,
 )
 from plumbing.pod.messages import Tier
-from plumbing.pod.paths import DIR, engine_sockets, lockserver_socket
+from plumbing.pod.paths import DIR, engine_sockets, gms_sockets, lockserver_socket
 from plumbing.service.clock import SystemClock
 from plumbing.service.config import Option, Resolved
 from plumbing.service.process import arm_from_environment
@@ -230,6 +230,14 @@ def _order(config: Resolved, goal: Tier, timeout_s: float, *, as_json: bool) -> 
     paths = engine_sockets(directory)
     if not paths:
         raise unreachable(directory)
+    if goal is Tier.OFFLOADED and not any(
+        name.startswith("OFFLOAD-") for name in gms_sockets(directory)
+    ):
+        raise UnderstudyError(
+            "gms.no_copy",
+            "this pod keeps no copy of its weights in host memory; start it with"
+            " `gms serve --host-memory SIZE`, or UNDERSTUDY_HOST_MEMORY=SIZE understudy up",
+        )
     text, document = run_async(lambda: give_goal(goal, paths, timeout_s), as_json=as_json)
     click.echo(to_json(document) if as_json else text)
 

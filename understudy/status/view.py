@@ -136,9 +136,10 @@ def lines(view: Document, now: datetime) -> list[str]:
     if pool is None:
         named = engines_by_pid(view["engines"])
         out += [line for device in view["gms"] for line in memory_lines(device, now, named)]
-    out += [f"! {problem}" for problem in view["problems"][:most]]
-    if pool is not None and len(view["problems"]) > most:
-        out.append(f"! and {len(view['problems']) - most} more problems")
+    problems = [*view["problems"], *engine_problems(view["engines"])]
+    out += [f"! {problem}" for problem in problems[:most]]
+    if pool is not None and len(problems) > most:
+        out.append(f"! and {len(problems) - most} more problems")
     return [*out, f"last   {_last_event(view, now)}"]
 
 
@@ -213,6 +214,16 @@ def _faults(
         " blocks: give all engines of a model the same size"
         for each in sizes.values()
         if len(set(each.values())) > 1
+    ]
+
+
+def engine_problems(engines: Iterable[Document]) -> list[str]:
+    """What engines report, and do not wait for. They serve with it, so the pod is as healthy."""
+    return [
+        f"{_engine(part)['id']}: {problem}"
+        for part in engines
+        for problem in part.get("problems") or ()
+        if problem not in str(_engine(part).get("reason"))
     ]
 
 
