@@ -129,14 +129,14 @@ def unload(config: Resolved, model: str, force: bool, as_json: bool) -> None:
 )
 @json_flag
 def set_(config: Resolved, assignment: str, model: str | None, as_json: bool) -> None:
-    """Change a setting of the running pool, e.g. min_runtime=30s.
+    """Change a setting of the running pool, e.g. starve_after=5m.
 
     SETTING and VALUE are written as in the pool file. An empty VALUE restores that of the
     pool file. The change survives restarts of the pool.
     """
     setting, equals, value = assignment.partition("=")
     if not equals or not setting:
-        raise UsageError("pool.bad_setting", "write SETTING=VALUE, such as min_runtime=30s")
+        raise UsageError("pool.bad_setting", "write SETTING=VALUE, such as starve_after=5m")
     _order(config, SetMsg(setting, value or None, model), as_json=as_json)
 
 

@@ -446,6 +446,8 @@ def _changed(found: S, known: frozenset[str], key: str, text: str) -> S:
     """`found` with one setting from the text that a person has written."""
     if key not in known:
         why = f"{key!r} cannot be set while the pool runs; {closest(key, known)}"
+        if key in MODEL_SETTINGS:
+            why = f"{key!r} is a model's setting: add --model MODEL"
         raise UsageError("pool.unknown_setting", why)
     setting = next(each for each in fields(found) if each.encode_name == key)
     words = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # as YAML reads them
