@@ -177,8 +177,8 @@ def _check(needed_bytes: int, limit_bytes: int, free_bytes: int, where: str, tak
     if needed_bytes > limit_bytes:
         raise UnderstudyError(
             "gms.kv_too_large",
-            f"{size(needed_bytes)} of KV memory can never fit: {where} has {size(limit_bytes)}; use a"
-            " larger --device-bytes, or less KV memory (reference backend: --slots, --max-context)",
+            f"{size(needed_bytes)} of KV memory can never fit: {where} has {size(limit_bytes)}; use"
+            " less KV memory (--slots, --max-context), or a larger --device-bytes",
             needed_bytes=needed_bytes,
             limit_bytes=limit_bytes,
         )
