@@ -16,7 +16,8 @@ from gms import messages as msg
 from gms import names
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.paths import gms_journal, gms_socket
+from plumbing.pod.models import device_of
+from plumbing.pod.paths import gms_journal, gms_socket, read_device_names
 from plumbing.text import size
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
@@ -47,7 +48,7 @@ def status_of(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
 
 
 def collect(directory: str) -> dict[str, Any]:
-    """One document for every device that has, or had, a server in `directory`."""
+    """One document for each of `devices_in`."""
     found = devices_in(directory)
     with ThreadPoolExecutor(len(found)) as threads:  # one that hangs must not delay the others
         devices = list(threads.map(lambda each: _ask(directory, each), found))
@@ -55,10 +56,14 @@ def collect(directory: str) -> dict[str, Any]:
 
 
 def devices_in(directory: str) -> list[str]:
-    """Every device that has, or had, a server in `directory`."""
+    """Every device that has a socket in `directory`, or should have one. While no server has one,
+    those that had a server: the last one may have served others."""
     try:
-        listed = map(_SERVER_FILE.fullmatch, os.listdir(directory))
-        found = sorted({match[1] for match in listed if match})
+        listed = [match for match in map(_SERVER_FILE.fullmatch, os.listdir(directory)) if match]
+        found = {match[1] for match in listed if match[2] == "sock"}
+        if served := set(map(device_of, found)):
+            found |= set(read_device_names(directory)) - served
+        found = found or {match[1] for match in listed}
     except OSError as error:
         raise UnreachableError(
             "gms.no_devices", f"cannot read {directory}: {error.strerror}; check --dir"
@@ -68,7 +73,7 @@ def devices_in(directory: str) -> list[str]:
             "gms.no_devices",
             f"no memory service in {directory}; start one with `gms serve --dir {directory}`",
         )
-    return found
+    return sorted(found)
 
 
 def render(document: dict[str, Any]) -> str:

@@ -19,7 +19,14 @@ from gms.server.server import DeviceProcess
 from gms.status import devices_in
 from gms.vmm.host import HostMemory
 from plumbing.errors import RemoteError, UnderstudyError, UsageError
-from plumbing.pod.paths import KV, WEIGHTS, gms_socket, gms_sockets
+from plumbing.pod.paths import (
+    KV,
+    WEIGHTS,
+    gms_journal,
+    gms_socket,
+    gms_sockets,
+    write_device_names,
+)
 from plumbing.service.config import size_list
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
@@ -50,6 +57,14 @@ def test_files_of_one_place_are_no_other_places(directory):
         assert names.regions_on_disk(directory, place, names.KV) == [POOL]
         assert names.regions_on_disk(directory, place, names.WEIGHTS) == [EPOCH]
     assert devices_in(directory) == sorted(PLACES)
+    for journal in (
+        "HOST-7",
+        "HOST-7.old",
+        "OFFLOAD-7",
+    ):  # of the last pod, whose shape was another
+        Path(gms_journal(directory, journal)).touch()
+    write_device_names(directory, ["HOST-0", "HOST-9"])  # a server that has no socket yet
+    assert devices_in(directory) == sorted([*PLACES, "HOST-9"])
     assert set(gms_sockets(Path(directory))) == set(PLACES)
 
 
