@@ -93,7 +93,7 @@ async def test_parts_of_a_killed_up_are_waited_for(directory: Path):
 
 
 @pytest.mark.parametrize("kind", ["plain", "pool"])
-def test_taken_port_is_named_with_the_flag_that_moves_all(directory: Path, kind: str):
+def test_taken_port_is_named_with_the_flags_that_choose_another(directory: Path, kind: str):
     """Method: a listener on a port that each kind of pod wants only because of the offset."""
     with socket.socket() as taken:
         port = free_port()
@@ -107,7 +107,13 @@ def test_taken_port_is_named_with_the_flag_that_moves_all(directory: Path, kind:
             flags = [f"--pool={path}", f"--port-offset={port - 5000}"]
         result = CliRunner().invoke(main, ["up", f"--dir={directory}", *flags])
     assert result.exit_code == 1
-    assert "[pod.port_in_use]" in result.output
-    assert f"port {port} " in result.output
+    assert "[service.port_in_use]" in result.output
+    assert f":{port} " in result.output
     assert f"pid {os.getpid()} " in result.output
-    assert "--port-offset 100" in result.output
+    assert "--service-port or --port-offset" in result.output
+
+
+@pytest.mark.parametrize("host", ["203.0.113.1", "no-such-host.invalid"])
+def test_address_of_another_machine_is_no_taken_port(directory: Path, host: str):
+    result = CliRunner().invoke(main, ["up", f"--dir={directory}", f"--host={host}"])
+    assert (result.exit_code, "[service.cannot_bind]" in result.output) == (2, True)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError
-from plumbing.service import procfs
+from plumbing.service.hosts import bind
 
 SERVICE_PORT = 8000
 HOP_PORT = 8443  # where a pod of a fleet serves fronts
@@ -29,6 +28,8 @@ ENGINES = 16  # whose ports are looked at beside other pods; a pool may have mor
 OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
 TRIES = 100
 FLEET_APART = 100  # from the ports of one pod of a fleet to the next one's
+PROBE_FLAGS = "--http-host or --port-offset"  # of `understudy up`: what chooses another address
+SERVICE_FLAGS = "--host, --service-port or --port-offset"
 ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 
 
@@ -59,26 +60,10 @@ class Ports:
         return Ports(service, lockserver, gms, gateway, engines, pool, ui)
 
 
-def check_port(port: int, address: str) -> None:
-    """Raise if `port` cannot be bound at `address`.
-
-    Raises:
-        UnderstudyError: `pod.port_in_use`, with the number and the fix.
-    """
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # TIME_WAIT does not count
-        try:
-            sock.bind((address, port))
-        except OSError as error:
-            holder = procfs.listener_pid(port)
-            by = f" by pid {holder} ({procfs.name(holder)})" if holder else ""
-            raise UnderstudyError(
-                "pod.port_in_use",
-                f"cannot listen on port {port} of {address}: {error.strerror}{by}; stop what uses"
-                " it, move all ports of this pod with --port-offset 100, or choose others with"
-                " --host and --service-port",
-                port=port,
-            ) from error
+def check_port(port: int, address: str, flag: str = PROBE_FLAGS) -> None:
+    """Raise as `plumbing.service.hosts.bind` if nothing can listen on `port` of `address`, which
+    `flag` chooses."""
+    bind(address, port, flag).close()
 
 
 def _free(bases: range, apart: Iterable[int]) -> int:
@@ -120,10 +105,10 @@ def free_pod_ports(*, has_pool: bool = False) -> Ports:
 
 
 def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0.1") -> None:
-    """Raise if one of `ports` is in use; the service listens at `host`, the probes at `http_host`.
-
-    Raises:
-        UnderstudyError: `pod.port_in_use`, with the number and the fix.
-    """
+    """Raise as `check_port` for one of `ports`; the service listens at `host`, the probes at
+    `http_host`."""
     for port in ports.all():
-        check_port(port, host if port == ports.service else http_host)
+        if port == ports.service:
+            check_port(port, host, SERVICE_FLAGS)
+        else:
+            check_port(port, http_host)

@@ -33,6 +33,7 @@ from understudy.pod.ports import (
     FLEET_APART,
     GATEWAY_PORT,
     HOP_PORT,
+    SERVICE_FLAGS,
     UI_PORT,
     check_port,
     check_ports,
@@ -143,7 +144,7 @@ async def prepare_fleet(
 ) -> PreparedPod:
     """Prepare pods with these flags of `understudy up`, and a front with the ports of `front`. They
     have one random model: two would have two names, and no stream could move."""
-    check_port(front.ports.service, front.host)
+    check_port(front.ports.service, front.host, SERVICE_FLAGS)
     check_port(front.ports.gateway, front.http_host)
     if front.hub_id is not None:  # once, not in each pod
         say(f"{front.hub_id} is in {await hub_directory(front.hub_id, front.backend_args)}")
