@@ -36,7 +36,7 @@ from understudy.status.gather import (
     follow_events,
     gather,
     past_events,
-    pod_parts,
+    require_pod,
     states_on_file,
     unreachable,
 )
@@ -119,8 +119,7 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
 
 
 async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
-    if not pod_parts(directory):
-        raise unreachable(directory)
+    await require_pod(directory)
     now_ms = SystemClock().now_ms()
     async with contextlib.aclosing(follow_events(directory, now_ms)) as following:
         async for record in following:

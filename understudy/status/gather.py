@@ -248,11 +248,8 @@ def past_events(directory: Path) -> list[Record]:
     """The events kept by every part that answers, in the order in which they happened.
 
     Raises:
-        UnreachableError: `pod.unreachable`, there is no pod in `directory`.
+        UnreachableError: `pod.unreachable`, no part answers in `directory`.
     """
-    parts = pod_parts(directory)
-    if not parts:
-        raise unreachable(directory)
 
     def kept(part: PodPart) -> list[Record]:
         found: list[Record] = []
@@ -260,8 +257,11 @@ def past_events(directory: Path) -> list[Record]:
             found.extend(events_of(part.path, part.catalogue))
         return found
 
-    with ThreadPoolExecutor(len(parts)) as threads:
+    parts = pod_parts(directory)
+    with ThreadPoolExecutor(len(parts) or 1) as threads:
         records = [record for each in threads.map(kept, parts) for record in each]
+    if not records:  # each part that answers has said at least that it has started
+        raise unreachable(directory)
     return sorted(records, key=lambda record: float(record["mono_ms"]))
 
 
