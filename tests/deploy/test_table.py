@@ -27,6 +27,8 @@ from understudy.pod.table import GATEWAY, INIT, REPLACING_INIT, Container, Local
 SHARED = "/run/shared/understudy"
 PODS = ("single-gpu", "tp2", "two-shadows", "cpu", *POOLS)
 OF_A_CLUSTER = {"HOME"}  # the root of a container is read-only
+# Which is the default on one machine, and the memory limit of a container.
+OF_DEPLOY = r"--tensor-parallel(-size)?=1|--memory-bytes=.*"
 OF_ONE_MACHINE = {"LOCKSERVER_SOCKET", "GMS_SOCKET_DIR"}  # not the user's own
 
 
@@ -44,10 +46,10 @@ class Said:
 
 
 def plain(command: Iterable[str]) -> list[str]:
-    """`command` with each flag and value in one word, sizes in bytes, and without defaults."""
+    """`command` with each flag and value in one word, sizes in bytes, and without `OF_DEPLOY`."""
     text = re.sub(r"(?<= )(--[\w-]+) (?!-)(?=\S)", r"\1=", " ".join(command))
     found = re.sub(r"\b[\d.]+[KMGT]iB\b", lambda size: str(size_bytes(size[0])), text).split()
-    return [word for word in found if not re.fullmatch("--tensor-parallel(-size)?=1", word)]
+    return [word for word in found if not re.fullmatch(OF_DEPLOY, word)]
 
 
 def in_cluster(pod: str) -> list[Said]:

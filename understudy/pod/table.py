@@ -1,9 +1,9 @@
 """The containers of a pod on one machine: one table, for a pod of one model and for a pool's.
 
 `deploy/base` and `deploy/overlays/pool` say the same to Kubernetes, and a test compares them with
-the table. Three things differ on one machine: the containers share a directory instead of volumes,
-startup probes are sent more often, because a user waits, and there are no liveness probes: what
-hangs is replaced by the init above it.
+the table. Four things differ on one machine: the containers share a directory instead of volumes,
+the gateway has no memory limit to respect, startup probes are sent more often, because a user
+waits, and there are no liveness probes: what hangs is replaced by the init above it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from understudy.pod.ports import FLEET_APART, HOP_PORT, Ports
 
 GATEWAY, POOL, UI, FRONT = "gateway", "pool", "ui", "front"
 HOST_PREFIX = "HOST-"  # of a device in host memory
-GATEWAY_MEMORY = "512MiB"  # what it may hold of requests, so that a failover does not lose them
 INIT = (sys.executable, "-I", "-S", init.__file__)  # what `understudy-init` executes
 PODS_FILE = "pods"  # the names of a fleet's pods, in its directory
 BEHIND_FRONT = "UNDERSTUDY_BEHIND_FRONT"  # set in a pod whose clients use its front's address
@@ -115,10 +114,9 @@ class LocalPod:
         service = f"--service=active={self.host}:{ports.service}"
         models = [f"--model={name}" for name in pool.file.models] if pool else []
         file = {"UNDERSTUDY_POOL": str(pool.path.absolute())} if pool else {}
-        buffers = f"--memory-bytes={GATEWAY_MEMORY}"
         lock = ("lockserver", "serve", service, *models)
         memory = ("gms", "serve", *self._memory(), *models)
-        gateway = ("gateway", "serve", buffers)
+        gateway = ("gateway", "serve")
         return [
             self._row("lockserver", lock, ports.lockserver, "live"),
             self._row("gms", memory, ports.gms, failures=120),
