@@ -30,12 +30,13 @@ from plumbing.pod.cli import (
     options,
     run_async,
 )
-from plumbing.pod.paths import DIR, gateway_socket
+from plumbing.pod.paths import DIR, gateway_socket, lockserver_guard
 from plumbing.service import log, procfs
 from plumbing.service.config import Option, Resolved, duration_s
 from plumbing.service.process import arm_from_environment
 from plumbing.text import duration, since, size, to_json
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.server import guard_holder
 
 REPLACE_TIMEOUT_S = 70.0  # a successor needs half a second, and gives up after 60
 POLL_S = 0.05
@@ -339,7 +340,7 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
         yield "problem", f"and {len(problems) - PROBLEMS_MAX} more"
 
 
-MEANWHILE = "new connections wait for 10 s (--hold-ms of the lock server), then they are refused"
+HOLDS = "new connections wait for 10 s (--hold-ms of the lock server), then they are refused"
 
 
 def _offline(directory: str, guard: os.stat_result) -> tuple[int | None, str]:
@@ -347,7 +348,9 @@ def _offline(directory: str, guard: os.stat_result) -> tuple[int | None, str]:
     pids = [each for each in procfs.holders_of(guard.st_dev, guard.st_ino) if each != os.getpid()]
     if not pids:
         start = f"start it: gateway serve --dir {directory}"
-        return None, f"no gateway answers in {directory}; {MEANWHILE}; {start}"
+        is_held = guard_holder(lockserver_guard(directory))
+        meanwhile = HOLDS if is_held else "new connections are refused: no lock server runs there"
+        return None, f"no gateway answers in {directory}; {meanwhile}; {start}"
     pid, halted = pids[0], procfs.halted(pids[0])
     fix = "resume it: kill -CONT" if halted == "stopped" else "if it stays so: kill -9"
     return pid, (
