@@ -20,6 +20,7 @@ from engine.backends.reference.kv_blocks import (
 )
 from engine.backends.reference.ranks import Peers
 from engine.kv.layout import index_bytes
+from engine.messages import Counts
 from gms.client import BEGUN, KvClaim, borrow_pool
 from gms.messages import NO_ERA
 
@@ -69,7 +70,7 @@ class ParkedReference:
         blocks = view[size.slots_bytes :]
         store = BlockStore(config, blocks, BLOCKS, cache, self._leader)
         headers = headers_of(config, size, [("", "", "")])
-        kept = self._kept = KeptPools([lease], headers, may_adopt=True)
+        kept = self._kept = KeptPools([lease], headers, may_adopt=True, counts=Counts())
         prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted)
         self._generator = Generator(self._decoder, cache, prefixes)
         kept.trust()
