@@ -137,7 +137,6 @@ def serve(config: Resolved) -> None:
         raise UsageError("config.needless_device", "--device requires --memory cuda")
 
     devices = devices_to_serve(gpus) if is_cuda else [f"HOST-{n}" for n in range(config["devices"])]
-    paths.write_device_names(directory, devices)
     models = model_names(config["model"]) or ("",)
     on = {device: [place_of(device, model) for model in models] for device in devices}
     places = [place_of(device, model) for model in models for device in devices]

@@ -28,7 +28,7 @@ from typing import Any
 from gms import messages as msg
 from gms import names
 from plumbing.errors import UnderstudyError, UsageError, explain_shortage, is_shortage
-from plumbing.pod.paths import gms_socket
+from plumbing.pod.paths import gms_socket, write_device_names
 from plumbing.pod.supervision import ChildProcess
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import Event, EventLog
@@ -117,6 +117,8 @@ class GmsSupervisor:
         with contextlib.closing(PathGuard(guard_path, f"gms in {self.directory}")):
             inbox = SignalInbox()
             await self.http.start()
+            # Now that no other service can be there: it would count other devices.
+            write_device_names(self.directory, [each.device for each in self.children])
             works = [self._signalled(inbox), self._keep_copies(), *map(self._keep, self.children)]
             tasks = [asyncio.create_task(work) for work in works]
             try:

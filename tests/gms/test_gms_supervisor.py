@@ -18,6 +18,7 @@ import pytest
 
 from gms.client import Reader
 from gms.server.supervisor import Child, ServerMetrics
+from plumbing.pod.paths import read_device_names
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.service.metrics import Metrics
@@ -150,6 +151,7 @@ def test_second_supervisor_is_refused_with_a_sentence(shared: Serve):
     assert f"pid {shared.process.pid}" in second.stderr
     assert "Traceback" not in second.stderr
     assert shared.get("/startup")[0] == 200
+    assert read_device_names(shared.directory) == (shared.first, shared.second)
 
 
 def test_status_reads_from_the_sockets(shared: Serve):
