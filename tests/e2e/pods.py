@@ -60,14 +60,19 @@ class Pod:
         local: LocalPod,
         whole_deadline_s: float = WHOLE_DEADLINE_S,
         *,
+        starts_in_order: bool = True,
         has_inits: bool = False,
     ) -> None:
-        """`has_inits`: as users run it. Without inits, processes that a test stops stay."""
+        """`starts_in_order`: engine-0 is up, and active, before engine-1 starts. `has_inits`: as
+        users run it. Without inits, processes that a test stops stay."""
         self.local = local
         self._whole_deadline_s = whole_deadline_s
         self._whole_poll_s = max(WHOLE_POLL_S, whole_deadline_s * POLL_SHARE)
         self.directory = local.directory
-        containers = [replace(each, grace_s=GRACE_S) for each in local.containers()]
+        containers = [
+            replace(each, grace_s=GRACE_S, starts_in_order=starts_in_order)
+            for each in local.containers()
+        ]
         if not has_inits:
             containers = [replace(each, init=()) for each in containers]
         self.runner = PodRunner(containers, self.directory / "log")
@@ -318,6 +323,7 @@ class PodHome:
         model: Path,
         whole_deadline_s: float = WHOLE_DEADLINE_S,
         *,
+        starts_in_order: bool = True,
         has_inits: bool = False,
         env: Mapping[str, str] | None = None,
         **differences: Any,
@@ -325,7 +331,12 @@ class PodHome:
         """`differences`: of its `LocalPod`."""
         self._base, self._model = base, model
         self._differences = {"env": {**AS_USERS_RUN_IT, **(env or {})}, **differences}
-        self._make = partial(Pod, whole_deadline_s=whole_deadline_s, has_inits=has_inits)
+        self._make = partial(
+            Pod,
+            whole_deadline_s=whole_deadline_s,
+            starts_in_order=starts_in_order,
+            has_inits=has_inits,
+        )
         self._loop = asyncio.Runner()
         self._pod: Pod | None = None
         self._started = 0

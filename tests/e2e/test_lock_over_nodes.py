@@ -93,6 +93,7 @@ class Nodes:
                     HttpProbe(url, 1, round(START_S)),
                     init=INIT,
                     is_engine=each["name"].startswith("engine-"),
+                    starts_in_order=False,
                 )
             )
         return PodRunner(made, directory / "log")

@@ -12,7 +12,7 @@ from pathlib import Path
 from plumbing.service.config import resolve
 from understudy.cli.settings import UP_OPTIONS, pod_of
 from understudy.pod.ports import Ports, check_ports, free_offset, free_pod_ports, free_ports
-from understudy.pod.table import LocalPod, groups
+from understudy.pod.table import LocalPod, starts
 
 
 def test_pods_of_a_fleet_share_no_port_and_their_front_has_those_of_the_one_pod():
@@ -32,7 +32,7 @@ def test_pods_of_a_fleet_share_no_port_and_their_front_has_those_of_the_one_pod(
         f"127.0.0.1:{8443 + offset}" for offset in (600, 700, 800)
     ]
     assert all(it.command[-3:] == ("--backend=vllm", "--", "--seed=1") for it in pods)
-    assert [[it.name for it in group] for group in groups([*pods, front])] == [
+    assert [[it.name for it in group] for group in starts([*pods, front])] == [
         ["pod-0", "pod-1", "pod-2"],
         ["front"],
     ]

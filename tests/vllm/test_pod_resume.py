@@ -169,7 +169,7 @@ async def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, mo
     )
     containers = [
         # Without an init, which would replace a stopped supervisor.
-        replace(each, init=())
+        replace(each, starts_in_order=False, init=())
         for each in pod.containers()
         if each.name != "gateway"  # the test is the gateway
     ]

@@ -29,7 +29,7 @@ from plumbing.service.signals import ENDING
 from plumbing.text import duration
 from understudy.http_get import HttpReply, get
 from understudy.pod.output import ContainerLog
-from understudy.pod.table import Container, groups
+from understudy.pod.table import Container, starts, stops
 
 LOOK_S = 0.01  # how often a start checks for news
 WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not reported
@@ -198,7 +198,8 @@ class PodRunner:
         for each in containers:
             log = ContainerLog(each.name, log_dir / f"{each.name}.log", say)
             self._kept[each.name] = RunningContainer(each, log)
-        self._groups = [[container.name for container in group] for group in groups(containers)]
+        self._starts = [[container.name for container in group] for group in starts(containers)]
+        self._stops = [[container.name for container in group] for group in stops(containers)]
         self.killed_by: int | None = None  # the signal that had it killed instead of stopped
 
     def pids(self) -> Mapping[str, int]:
@@ -221,7 +222,7 @@ class PodRunner:
             UnderstudyError: `pod.start_failed`, one exited before its probe passed.
             WaitTimeoutError: `pod.start_deadline`, one did not pass its probe in time.
         """
-        for group in self._groups:
+        for group in self._starts:
             for name in group:
                 self._kept[name].start()
             waits = [asyncio.create_task(self._wait_up(self._kept[name])) for name in group]
@@ -258,7 +259,7 @@ class PodRunner:
         """Stop all in reverse order and wait until every process is reaped. May be called twice."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        for group in reversed(self._groups):
+        for group in self._stops:
             spent_s = loop.time() - began_s
             await asyncio.gather(*(self._kept[name].stop(spent_s) for name in group))
         for kept in self._kept.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -50,8 +50,8 @@ class Container:
     """One program of the pod. `env` is added to the runner's own environment.
 
     `init`: what runs `command` and restarts it in place; (): the runner restarts it.
-    `is_engine`: starts and stops at the same time as the engines beside it, as do the pods of a
-    fleet. All others start once the container before them is up.
+    `is_engine`: stops at the same time as the engines beside it; so do the pods of a fleet.
+    `starts_in_order`: starts once the container before it is up; an engine may do without.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Container:
     startup: HttpProbe | None = None
     init: tuple[str, ...] = ()
     is_engine: bool = False
+    starts_in_order: bool = True
     grace_s: float = GRACE_MS / 1000
     pause_s: float = 5.0  # before a restart in a loop
 
@@ -143,7 +144,7 @@ class LocalPod:
             hop = f"127.0.0.1:{HOP_PORT + moved}"
             own = {"UNDERSTUDY_HOP": hop, "UNDERSTUDY_POD_NAME": name, BEHIND_FRONT: "1"}
             env = {**self.env, **own}
-            pods.append(replace(row, env=env, is_engine=True))
+            pods.append(replace(row, env=env, is_engine=True, starts_in_order=False))
         listen = f"--listen={self.host}:{self.ports.service}"
         names = f"--pods=@{self.directory / PODS_FILE}"
         front = ("gateway", "serve", names, listen)
@@ -218,12 +219,23 @@ def pod_name(number: int) -> str:
     return f"pod-{number}"
 
 
-def groups(containers: Sequence[Container]) -> list[list[Container]]:
-    """Those that start together, in order; they stop in the reverse order. All engines are stopped
-    at once: a standby that is stopped after the active engine would take over for a moment. What
-    engines need stops after them, because an engine that drains still needs its lock server and its
-    memory."""
-    grouped = groupby(enumerate(containers), lambda pair: -1 if pair[1].is_engine else pair[0])
+def starts(containers: Sequence[Container]) -> list[list[Container]]:
+    """The groups that start together, in order."""
+    return _groups(containers, lambda each: each.is_engine and not each.starts_in_order)
+
+
+def stops(containers: Sequence[Container]) -> list[list[Container]]:
+    """The groups that stop together, in order. All engines are stopped at once: a standby that is
+    stopped after the active engine would take over for a moment. What engines need stops after
+    them, because an engine that drains still needs its lock server and its memory."""
+    return _groups(containers, lambda each: each.is_engine)[::-1]
+
+
+def _groups(
+    containers: Sequence[Container], is_with_others: Callable[[Container], bool]
+) -> list[list[Container]]:
+    numbered = enumerate(containers)
+    grouped = groupby(numbered, lambda pair: -1 if is_with_others(pair[1]) else pair[0])
     return [[container for _, container in group] for _, group in grouped]
 
 
