@@ -43,7 +43,8 @@ async def test_lock_server_killed_under_load_is_no_failover_and_the_next_one_ref
 @in_pod
 async def test_lock_server_and_active_engine_killed_together_refuse_nothing(pod: Pod):
     """Goal: the listening socket survives both. Method: SIGKILL the lock server and every process
-    of the active engine, in quick succession, under load."""
+    of the active engine, in quick succession, under load. Whichever engine the next lock server
+    hears first serves: it may be away for longer than an engine takes to start."""
     before = await pod.whole()
     async with pod.load() as load:
         await load.answers()
@@ -51,8 +52,6 @@ async def test_lock_server_and_active_engine_killed_together_refuse_nothing(pod:
         kill(pod.pid("lockserver"), *pod.tree(before.engine))
         await pod.restarted("lockserver", restarts["lockserver"])
         after = await pod.whole_after(before.token)
-        assert after.engine != before.engine
-        assert after.standbys == (before.engine,)
         await load.answers()
         load.lost_nothing(before.token, after.token)
         assert pod.runner.restarts()[before.engine] == restarts[before.engine] + 1
