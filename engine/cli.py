@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -24,13 +25,14 @@ from plumbing.pod.cli import (
     options,
     run_async,
 )
-from plumbing.pod.paths import engine_socket, engine_state, runtime_dir
+from plumbing.pod.paths import engine_socket, engine_state, engine_states, runtime_dir
 from plumbing.service import log
 from plumbing.service.config import Option, Resolved
 from plumbing.service.files import read_json
 from plumbing.service.process import arm_from_environment
 from plumbing.text import duration
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.server import guard_holder
 from plumbing.wire.sockets import check_path
 
 DRAIN_TIMEOUT_S = 60.0  # more than the drain and reap budgets together
@@ -86,19 +88,29 @@ def _look(config: Resolved) -> Look:
     """The supervisor's own status, or its state file.
 
     Raises:
-        UnreachableError: there is neither.
+        UnreachableError, WaitTimeoutError: there is neither.
     """
     directory, engine, offline = config["dir"], config["engine_id"], None
+    path = engine_socket(directory, engine)
     try:
-        document = ask_status(engine_socket(directory, engine), CONTROL)
-    except UnreachableError as error:
+        document = ask_status(path, CONTROL)
+    except (UnreachableError, WaitTimeoutError) as error:
         try:
             on_file = read_json(engine_state(directory, engine))
         except OSError:  # another user's directory
             on_file = None
+        known = [each.stem.removeprefix("engine_") for each in engine_states(Path(directory))]
+        if on_file is None and known and engine not in known:
+            there = f"there is no engine {engine} in {directory}; engines: {', '.join(known)}"
+            raise UnreachableError("engine.unknown", f"{there} (--engine-id)") from error
         if on_file is None:
             raise
         document, offline = on_file, error
+        if isinstance(error, WaitTimeoutError):
+            holder = guard_holder(path.removesuffix(".sock") + ".lock") or "a process"
+            why = f"the supervisor of {engine} ({holder} in its container) does not answer"
+            fix = "if it was stopped, resume it with kill -CONT; if it hangs, kill it with kill -9"
+            offline = UnreachableError("engine.not_answering", f"{why}; {fix}")
     document |= {"online": offline is None}
     return Look(document, _text(document), offline)
 

@@ -316,9 +316,9 @@ def _wait(path: str, asked: LeaseMsg, timeout_s: float, say: Callable[[str], Non
                 answer = client.request(asked, timeout_s=left_s).message
                 assert isinstance(answer, LeaseGrantedMsg), answer
                 return
-        except UnreachableError:
+        except UnreachableError as error:
             if not was_there or time.monotonic() > end_s:
-                raise
+                raise _no_pool(os.path.dirname(path), error) from error
             say("the pool is restarting; the lease keeps its place")
             time.sleep(RETRY_S)
         except WaitTimeoutError as error:

@@ -89,7 +89,7 @@ def _room(device: Document) -> str:
     parts = [f"{name} {size(found)}" for name, found in owners.items()]
     if device["outside_bytes"]:
         parts.append(f"others {size(device['outside_bytes'])}")
-    held = ", ".join(parts) or "nothing is booked"
+    held = ", ".join(parts) or "nothing is reserved"
     return f"{size(device['free_bytes'])} free of {size(device['total_bytes'])}   {held}"
 
 

@@ -375,13 +375,13 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_195,
     "lockserver": 5_895,
-    "gms": 8_420,
-    "engine": 15_735,
+    "gms": 8_425,
+    "engine": 15_750,
     "gateway": 9_865,
-    "pool": 6_685,
-    "understudy": 7_710,
+    "pool": 6_695,
+    "understudy": 7_715,
     "hack": 5_700,
-    "tests": 61_150,
+    "tests": 61_165,
 }
 
 

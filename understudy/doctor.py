@@ -183,6 +183,7 @@ ONE_VOLUME = (
     "mount one volume into every container, with the same --dir inside it; on a host, start every"
     " part with the same --dir, and never remove a running part's files"
 )
+WRITABLE = "free space on its disk, or mount it writable for this user"
 UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON, the flag of a listening socket (linux/net.h)
 SHM = "/dev/shm"
 SHM_MIN_BYTES = 65_536_000  # podman's default for a container; docker's is 64 MiB
@@ -252,6 +253,8 @@ def flock(pod: ExaminedPod) -> Finding:
         return passed(f"locks exclude each other on {pod.path}")
     except OSError as error:
         problem = os.strerror(error.errno or 0)
+        if error.errno in (errno.EROFS, errno.EACCES, errno.ENOSPC):
+            return failed(f"no file can be created in {pod.path}: {problem}", WRITABLE)
     return failed(
         f"flock does not work on {pod.path}: {problem}",
         "put --dir on a local file system (tmpfs, ext4, xfs): without flock nothing proves that"

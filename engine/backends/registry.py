@@ -37,7 +37,7 @@ def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
                 f"--backend vllm needs vLLM for {sys.executable}: run `pip install '.[vllm,cuda]'`"
                 " in a copy of the repository, or see docs/vllm.md for a machine without a GPU",
             )
-        case "command" if arguments:
+        case "command" if arguments and not arguments[0].startswith("-"):
             return list(arguments)
         case "command":
             raise UsageError("engine.no_command", "--backend command needs a program, after `--`")
@@ -48,8 +48,11 @@ def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
 def model_arguments(backend: str, model: str, ranks: int) -> tuple[str, ...]:
     """How `backend` is told what to serve, and over how many devices.
 
-    One rank is every backend's default, also of those that do not know the flag.
+    One rank is every backend's default, also of those that do not know the flag. The user's own
+    arguments say everything to another program.
     """
+    if backend == "command":
+        return ()
     if backend == "vllm":
         return (model, *(("--tensor-parallel-size", str(ranks)) if ranks > 1 else ()))
     return ("--model", model, *(("--tensor-parallel", str(ranks)) if ranks > 1 else ()))

@@ -239,7 +239,7 @@ def explain(event: EngineEvent) -> tuple[str, str]:
         case Shall(goal=Tier.AWAKE):
             return "asked_to_wake", f"asked to wake{by_whom(event)}"
         case Shall(goal=Tier.COLD):
-            return "asked_to_be_cold", f"asked to be cold{by_whom(event)}"
+            return "asked_to_be_cold", f"made cold{by_whom(event)}"
         case Shall():
             return "asked_to_rest", f"asked to sleep{by_whom(event)}"
         case Drained():

@@ -145,7 +145,7 @@ class History:
         data = {"goal": shall.goal.value, "by": shall.by}
         if shall.generation is not None:
             self.saved.generation = data["generation"] = to_text(shall.generation)
-        self._log.record("engine.goal", f"asked to be {shall.goal} by {shall.by}", data=data)
+        self._log.record("engine.goal", f"goal set to {shall.goal} by {shall.by}", data=data)
 
     def canary_passed(self, mono_ms: float) -> None:
         """The canary of the wake that is about to end had passed then."""

@@ -236,10 +236,10 @@ class EngineStatus:
 def cold_because(shall: Shall, engine: str, *, is_reaped: bool) -> str:
     """Why no backend runs, and what starts one."""
     if not is_reaped:
-        return f"becoming cold: its processes are being ended; asked to be cold{by_whom(shall)}"
+        return f"being made cold{by_whom(shall)}: its processes are being ended"
     how = f"; `understudy wake {engine}` starts it" if shall.generation is None else ""
-    return f"cold because it was asked to be{by_whom(shall)}: no backend runs{how}"
+    return f"made cold{by_whom(shall)}: no backend runs{how}"
 
 
 def _asked(shall: Shall) -> str:
-    return f"asked to be {shall.goal.value}{by_whom(shall)}; `understudy wake` wakes it"
+    return f"set to {shall.goal.value}{by_whom(shall)}; `understudy wake` wakes it"

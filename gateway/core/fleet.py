@@ -166,7 +166,7 @@ class Fleet(Gateway):
         where = f"{pod.name} at {pod.address}"
         message = f"{where} is {state}, was {old}"
         if cause:
-            message = f"{where} is lost ({cause}): its streams go on at other pods"
+            message = f"{where} is lost ({cause}): its streams continue in other pods"
         severity = "warning" if cause or state in BAD_STATES else "info"
         data = {"pod": pod.name, "address": pod.address, "cause": cause or None}
         self.outbox.append(ev.Told("pod", message, severity, {**data, "state": state, "old": old}))

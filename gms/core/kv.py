@@ -368,7 +368,8 @@ class KvMachine(Machine[Pool]):
 
     def _ended(self, pool: Pool) -> None:
         """Tell those who gave `pool` up that its memory is free, and all who watch."""
-        text = f"The memory of KV pool {pool.id} is free: {pool.discarded}"
+        why = f": {pool.discarded}" if pool.discarded else ""
+        text = f"the memory of KV pool {pool.id} is free{why}"
         self.record("gms.kv_freed", text, pool=pool.id)
         for session in self.leaving:
             if session.region == pool.id:

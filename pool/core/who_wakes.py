@@ -335,7 +335,7 @@ def never(model: Model, needed: int, device: DeviceView, models: Sequence[Model]
         parts.append(f"{size(device.outside_bytes)} is used by programs outside the pool")
     margin_bytes = device.total_bytes - device.outside_bytes - device.usable_bytes
     if margin_bytes:
-        parts.append(f"{size(margin_bytes)} is kept free")
+        parts.append(f"`margin` keeps {size(margin_bytes)} free")
     where = f"{_where(device.name)}, which has {size(device.total_bytes)}"
     return f"{name_of(model)} needs {size(needed)} {where}{': ' * bool(parts)}{', '.join(parts)}"
 

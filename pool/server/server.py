@@ -32,7 +32,7 @@ from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.service.signals import until_ended
-from plumbing.text import duration
+from plumbing.text import duration, size
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -176,6 +176,9 @@ class PoolServer(Handler):
         if value is not None:
             changed[model][setting] = value
         file, before = with_changes(self.settings.file, changed), self.changed
+        why = no_room(self, file.margin_bytes)
+        if setting == "margin" and value is not None and why is not None:
+            raise UsageError("pool.bad_setting", why)
         self.changed = {name: found for name, found in changed.items() if found}
         try:
             self._save(True)
@@ -497,13 +500,22 @@ def sentence_on(server: PoolServer, name: str) -> str:
 
 def problems(server: PoolServer) -> list[str]:
     """One sentence for each thing that does not work now."""
-    found: list[str | None] = [server.problem]
+    found = [server.problem, no_room(server, server.facts.ledger.margin_bytes)]
     found += [each.alarm for each in server.facts.models.values()]
     if not server.gateways.conns:
         found.append("no gateway is connected, so no request can wake a model")
     found += [*server.engines.problems, *server.memory.problems]
     found += [look() for look in server.troubles]
     return [each for each in found if each]
+
+
+def no_room(server: PoolServer, margin_bytes: int) -> str | None:
+    """Which device would have no room for any model with this margin."""
+    for name, found in server.facts.ledger.memory.items():
+        if name != HOST and found.total_bytes <= margin_bytes:
+            kept = f"`margin` keeps {size(margin_bytes)} of each device free"
+            return f"no model fits: {name} has {size(found.total_bytes)}, and {kept}; lower it"
+    return None
 
 
 def is_recovering(server: PoolServer) -> bool:

@@ -91,7 +91,7 @@ def test_engine_is_cold_until_it_is_asked_for_more_and_again_when_asked(pod, loc
         told(client, Tier.COLD, 2)
         assert heard_until(client, "dead")[-1].fault == ""
         until(lambda: is_cold(engine), "the end of all processes")
-        assert reason_of(engine) == "cold because it was asked to be by the pool: no backend runs"
+        assert reason_of(engine) == "made cold by the pool: no backend runs"
         until(lambda: lock.want and lock.want.incarnation is None, "the lock to be given up")
         assert engine.pids() == {}
         assert told(client, Tier.WARM, 2).goal is Tier.COLD  # not acted on twice

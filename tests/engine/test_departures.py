@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 
 import pytest
@@ -78,7 +79,8 @@ def test_engine_ends_after_the_command_that_asked_for_it(pod, lock, directory):
 
 @pytest.mark.slow
 def test_status_command_also_offline(pod, lock):
-    """`engine status` asks the engine, then its state file, then reports that neither exists."""
+    """`engine status` asks the engine, then its state file, also of one that a signal has stopped,
+    then reports that neither exists, and which engines there are."""
     engine = pod.engine("e-0")
     engine.until("active")
 
@@ -87,13 +89,19 @@ def test_status_command_also_offline(pod, lock):
         return run_command(command, env=environment())
 
     assert "engine e-0   active since" in ask("e-0").stdout
+    engine.process.send_signal(signal.SIGSTOP)
+    stopped = ask("e-0")
+    engine.process.send_signal(signal.SIGCONT)
+    assert (stopped.returncode, "offline view" in stopped.stdout) == (3, True)
+    assert f"pid {engine.process.pid}" in stopped.stderr
     engine.terminate()
     engine.wait()
     offline = ask("e-0")
     assert offline.returncode == 3
     assert "dead since" in offline.stdout
     assert "offline view" in offline.stdout
-    assert ask("nobody").returncode == 3
+    nobody = ask("nobody")
+    assert (nobody.returncode, "engines: e-0" in nobody.stderr) == (3, True)
 
 
 @pytest.mark.slow

@@ -137,6 +137,8 @@ async def test_orders_are_obeyed_kept_and_refused(place):
             assert world.doors["coder"].rules.priority == 3
             code, _, errors = await command(directory, "set", "min_runtme=7s", "--model", "chat")
             assert (code, "did you mean 'min_runtime'?" in errors) == (1, True)
+            code, _, errors = await command(directory, "set", "margin=40MiB")
+            assert (code, "[pool.bad_setting]" in errors) == (1, True)  # all of the device
 
             pool.kill()
             await world.loses_the_pool()

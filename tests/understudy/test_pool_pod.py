@@ -17,8 +17,8 @@ POOL_FILE = """
 devices: [HOST-0, 1]
 host_memory: 64MiB
 models:
-  chat: {backend: reference, model: /models/A, shadow: keeps, aliases: [gpt-4o-mini]}
-  coder: {backend: vllm, model: /models/B, devices: [1], args: [--max-model-len, 1024]}
+  chat: {backend: reference, model: ., shadow: keeps, aliases: [gpt-4o-mini]}
+  coder: {backend: vllm, model: ., devices: [1], args: [--max-model-len, 1024]}
 """
 
 
@@ -70,3 +70,9 @@ def test_gpus_and_host_memory_in_one_pool_are_refused(tmp_path: Path):
     with pytest.raises(UsageError) as refused:
         containers(tmp_path, mixed)
     assert refused.value.code == "pool.mixed_devices"
+
+
+def test_model_that_is_nowhere_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError) as refused:
+        containers(tmp_path, POOL_FILE.replace("reference, model: .", "reference, model: /none"))
+    assert refused.value.code == "pod.no_model"

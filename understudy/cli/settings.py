@@ -22,7 +22,7 @@ from plumbing.service.hosts import ALLOWED_HOST, PORT_MAX
 from understudy.drill.targets import check_target
 from understudy.pod.ports import POOL_PORT, SERVICE_PORT, UI_PORT, Ports
 from understudy.pod.table import LocalPod
-from understudy.up.models import HUB_BACKEND, is_hub_id
+from understudy.up.models import checkpoint_of
 from understudy.up.pods import GIVEN, Prepare, prepare_fleet, prepare_local, prepare_pool
 
 PORT_OFFSET_MAX = 50_000  # leaves room for the ports of some thousand engines
@@ -205,7 +205,7 @@ def fleet_of(
 
 def local_pod(config: Resolved, arguments: tuple[str, ...], ports: Ports) -> LocalPod:
     """The pod of `understudy up`, or of a drill, which has fewer flags."""
-    model, hub_id = _model(config["model"], config["backend"])
+    model, hub_id = checkpoint_of(config["model"], config["backend"])
     pod = LocalPod(
         Path(),
         model,
@@ -224,24 +224,6 @@ def local_pod(config: Resolved, arguments: tuple[str, ...], ports: Ports) -> Loc
         memory=config["memory"],
         env={**_log_env(), ALLOWED_HOST.env_name: ",".join(config["http_allowed_host"])},
         http_host=config["http_host"],
-    )
-
-
-def _model(given: str | None, backend: str) -> tuple[Path | None, str | None]:
-    """The absolute path of the checkpoint, which the engine validates, or its id at the Hub. As
-    for vLLM, a directory wins over a model of the Hub with the same name."""
-    if given is None:
-        return None, None
-    path = Path(os.path.abspath(given))
-    if path.is_dir():
-        return path, None
-    if backend == HUB_BACKEND and is_hub_id(given):
-        return None, given
-    kind = "a Hugging Face checkpoint on this machine"
-    raise UsageError(
-        "pod.no_model",
-        f"{path} is not a directory; --model must be {kind}, or, with --backend {HUB_BACKEND}, a"
-        " model of the Hugging Face Hub, owner/name",
     )
 
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from engine.backends.registry import command_line
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.process import parent_environment
 from understudy.host import output_of
 from understudy.pod.table import LocalPod
@@ -84,7 +84,9 @@ async def make_random_model(directory: Path, shape: Sequence[str] = ()) -> Path:
     code, output, errors = await output_of(*command, str(unfinished), *shape)
     if code:
         lines = (output + errors).strip().splitlines() or ["no error message"]
-        raise UnderstudyError("pod.no_model", f"cannot create the random model: {lines[-1]}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        why = f"cannot create the random model in {directory.parent}: {lines[-1]}"
+        raise UnderstudyError("pod.no_model", why)
     try:
         unfinished.rename(directory)
     except OSError as error:
@@ -162,6 +164,28 @@ FORMAT, TOKEN = "load-format", "hf-token"
 def is_hub_id(model: str) -> bool:
     """Whether `model`, which is no directory, may be a model of the Hub."""
     return HUB_ID.fullmatch(model) is not None
+
+
+def checkpoint_of(given: str | None, backend: str) -> tuple[Path | None, str | None]:
+    """The absolute path of the checkpoint, which the engine validates, or its id at the Hub. As
+    for vLLM, a directory wins over a model of the Hub with the same name.
+
+    Raises:
+        UsageError: `pod.no_model`, it is neither.
+    """
+    if given is None and backend != "command":
+        return None, None
+    path = Path(os.path.abspath(given or ""))
+    if path.is_dir() or backend == "command":  # which is told nothing of it
+        return path, None
+    if given is not None and backend == HUB_BACKEND and is_hub_id(given):
+        return None, given
+    kind = "a Hugging Face checkpoint on this machine"
+    raise UsageError(
+        "pod.no_model",
+        f"{path} is not a directory; a model must be {kind}, or, with the backend"
+        f" {HUB_BACKEND}, one of the Hugging Face Hub, owner/name",
+    )
 
 
 async def with_hub_model(pod: LocalPod, model: str, say: Callable[[str], None]) -> LocalPod:

@@ -54,10 +54,9 @@ from understudy.status.gather import gather, part_of, pids_of, pod_parts, status
 from understudy.status.view import awaited, is_open, is_reachable
 from understudy.up.models import (
     DEVICE_BYTES,
-    HUB_BACKEND,
     ONE_THREAD,
+    checkpoint_of,
     hub_directory,
-    is_hub_id,
     make_random_pool,
     with_hub_model,
     with_random_model,
@@ -176,7 +175,7 @@ async def _fill_cache(file: PoolFile, say: Say) -> None:
     """Download the Hub's models that the cache lacks, so that no request waits for a download. The
     engines find them there by their ids."""
     for name, each in file.models.items():
-        if each.backend == HUB_BACKEND and is_hub_id(each.model) and not Path(each.model).is_dir():
+        if checkpoint_of(each.model, each.backend)[1] is not None:
             arguments = [str(argument) for argument in each.args]
             say(f"{name}: {each.model} is in {await hub_directory(each.model, arguments)}")
 
@@ -229,7 +228,7 @@ async def claim(directory: Path) -> PathGuard:
         pid = str(error.details.get("holder") or "an unknown process").removeprefix("pid ")
         since_s = Path(path).stat().st_mtime  # its holder has written its pid then
         began = datetime.fromtimestamp(since_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-        who = f"`understudy up` with pid {pid} has run one since {began}"
+        who = f"`understudy up` with pid {pid} has run a pod since {began}"
         raise _already_running(directory, who, f"`kill {pid}`") from error
 
 
