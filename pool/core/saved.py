@@ -211,13 +211,16 @@ def _is_settled(engine: ModelEngine) -> bool:
 
 def _adopt(facts: Facts, model: Model) -> None:
     """The model is what its living engines are. One that is dead, as it may be for a second between
-    two launches, has its memory booked as it had before, and starts again."""
-    words = [engine.said for engine in model.living() if engine.said is not None]
-    tier = max((said.tier for said in words), key=list(Tier).index, default=Tier.COLD)
+    two launches, has its memory booked as it had before, and starts again. Until all obey a goal of
+    this pool, one may still obey what a pool whose file is lost has told it: to be awake."""
+    words = [engine.said for engine in model.engines if engine.said is not None]
+    living = [engine.said for engine in model.living() if engine.said is not None]
+    tier = max((said.tier for said in living), key=list(Tier).index, default=Tier.COLD)
+    most = Tier.AWAKE if any(said.generation for said in words) else tier
     model.is_unknown = model.is_recovering = False
     model.goal, model.floor = tier, lower(tier, Tier.WARM)
     model.is_serving = tier is Tier.AWAKE
-    for key, size_bytes in facts.ledger.entries_at(model, model.goal).items():
+    for key, size_bytes in facts.ledger.entries_at(model, most).items():
         facts.ledger.settle(key, max(size_bytes, facts.ledger.entries.get(key, 0)))
     facts.settle(model, "found so at the start of the pool")
     facts.touch_all()

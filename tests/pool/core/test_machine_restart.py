@@ -107,6 +107,27 @@ def test_lost_file_adopts_what_lives_and_restarts_nothing():
     assert sum(held.values()) == 620 * MIB
 
 
+def test_memory_is_not_free_while_an_engine_may_obey_a_goal_of_a_lost_file():
+    """It stands by, and the pool whose file is lost has told it to be awake."""
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    engine = pod.supervisors["a0"]
+    engine.state = "standby"
+    pod.kv.clear()
+    pod.weights.discard("b")
+    pod.pool = ModelPool(pod.setup, pod.now_ms, "a new era")
+    pod.say_memory()
+    pod.ask("b")
+    pod.handle(pod.supervisors["b0"].said())
+    pod.obey_goal(pod.supervisors["b0"])
+    pod.answer_questions()
+    pod.handle(engine.said())
+    assert (pod.state("a"), pod.state("b")) == (S.WARM, S.PENDING)
+    pod.settle()
+    assert (pod.state("a"), pod.state("b")) == (S.WARM, S.AWAKE)
+
+
 def test_shadow_that_is_dead_when_the_file_is_lost_starts_again():
     """Else the model had no standby until it was cold once."""
     pod = served()
