@@ -208,6 +208,9 @@ def settle(config: Resolved, command: list[str], directory: str) -> EngineSettin
         UsageError: settings that do not go together; also security files that cannot be used.
     """
     engine = config["engine_id"]
+    if not engine or "/" in engine:
+        why = f"--engine-id {engine!r}: it is part of the names of files, and cannot have a slash"
+        raise UsageError("engine.bad_id", why)
     address = config["lockserver_socket"] or lockserver_socket(directory)
     is_remote = address.startswith(SCHEME)
     _check_tcp(config, is_remote=is_remote)

@@ -37,6 +37,7 @@ def test_over_tcp_an_engine_serves_on_its_own_address():
     ("flags", "code"),
     [
         (TCP, "engine.no_service_address"),
+        ({"engine_id": "../engine-0"}, "engine.bad_id"),
         ({"service_address": "127.0.0.1:8000"}, "engine.only_over_tcp"),
         ({"lockserver_tls_key": "/key"}, "engine.only_over_tcp"),
         ({**SERVES, "service_address": "8000"}, "engine.bad_service_address"),

@@ -326,7 +326,7 @@ def _lines(who: str, target: Target, model: str, directory: Path, *commands: str
     body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 16})
     command = " ".join(program("understudy"))
     return [
-        f"{who} Send requests to {url}; Ctrl-C stops the pod. Try:",
+        f"{who} Send requests to {url}; Ctrl-C stops it. Try:",
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         *(f"  {command} {each} --dir {directory}" for each in commands),
     ]
