@@ -59,6 +59,16 @@ def kill_pool(world: World) -> None:
     world.timeline.after(world.span("restart"), world.pool.start)
 
 
+def lose_file(world: World) -> None:
+    """A pool that begins anew: engines and memory service say what there is. What granted leases
+    have is then memory outside, which a world with this fault has none of."""
+    if any(lease.is_granted for lease in world.leases.values()):
+        return
+    world.pool.die()
+    world.pool.file = None
+    world.timeline.after(world.span("restart"), world.pool.start)
+
+
 def kill_pool_midway(world: World) -> None:
     """Between two effects of one event."""
     world.pool.dies_before = int(world.rng.random() * 6)
@@ -139,7 +149,7 @@ FAULTS: tuple[Callable[[World], None], ...] = (
     cut_gateway,
     kill_gateway,
     kill_pool,
-    kill_pool,
+    lose_file,
     kill_pool_midway,
     kill_pool_midway,
     order,

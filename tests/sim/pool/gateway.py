@@ -81,7 +81,8 @@ class Lane:
     """What a gateway has for one model."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the door; 0: it has never heard of a pool
+        self.number = 0  # of the door
+        self.is_told = False  # it has heard of a pool, ever
         self.door: Door = SHUT
         self.holder: tuple[Engine, int] | None = None  # the newest grant
         self.tickets: dict[int, Request] = {}
@@ -164,13 +165,18 @@ class Gateway:
 
     # ------------------------------------------------------------------ doors
 
+    def forget_door_numbers(self) -> None:
+        """Another pool counts anew."""
+        for lane in self.lanes.values():
+            lane.number = 0
+
     def set_door(self, order: SetModelDoor) -> None:
         self.world.timeline.soon(self.obey, order, self.lanes[order.model])
 
     def obey(self, order: SetModelDoor, lane: Lane) -> None:
         if lane is not self.lanes[order.model] or order.number <= lane.number:
             return
-        lane.number, lane.door = order.number, order.door
+        lane.number, lane.door, lane.is_told = order.number, order.door, True
         match order.door:
             case OpenDoor():
                 self.dispatch(lane)
@@ -201,7 +207,7 @@ class Gateway:
     def target(self, lane: Lane) -> Engine | None:
         """Who is sent requests: the engine of the open door, or a newer holder."""
         door = lane.door
-        if not lane.number and lane.holder is not None:
+        if not lane.is_told and lane.holder is not None:
             return lane.holder[0]  # it has never heard of a pool: whoever accepts
         if not isinstance(door, OpenDoor):
             return None
@@ -255,7 +261,7 @@ class Gateway:
                 for each in lane.tickets.values()
             )
             running, last_ms = lane.running.values(), self.last_ms.get(model)
-            if tickets or running or lane.number or last_ms is not None:
+            if tickets or running or lane.is_told or last_ms is not None:
                 models[model] = ModelDemand(
                     tickets=tickets,
                     in_flight=len(running),

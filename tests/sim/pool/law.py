@@ -63,9 +63,11 @@ class Law(Books):
             if now == last.generation:
                 assert effect.goal is last.goal, f"P14: {number(now)} means two goals"
                 return
-            is_again = effect.goal is last.goal and last.generation.start == now.start
-            is_again &= not effect.kill
+            is_again = effect.goal is last.goal and not effect.kill
+            is_again &= (last.generation.era, last.generation.start) == (now.era, now.start)
             assert not is_again, f"P10: {effect.engine} is told {effect.goal} again and again"
+            if last.generation.era != now.era:
+                self.crossed.add(effect.engine)
         self.last[effect.engine] = effect
         self.goals.setdefault(effect.engine, []).append(effect)
         engine = self.world.engines[effect.engine]
@@ -90,12 +92,15 @@ class Law(Books):
 
     def rests(self, engine: Engine) -> None:
         """P5: an engine that serves is told to rest, and rests, only when nobody can send it
-        anything. Its own count it knows best."""
+        anything. Its own count it knows best. A pool whose file is lost may not know yet that an
+        engine is about to serve, as it was told before."""
+        if engine.name in self.crossed:
+            return
         for gateway in self.world.gateways:
             lane = gateway.lanes[engine.model]
-            is_shut = not lane.number or not isinstance(lane.door, OpenDoor)
+            is_shut = not lane.is_told or not isinstance(lane.door, OpenDoor)
             assert is_shut, f"P5: {engine.name} rests behind an open door"
-            is_quiet = not lane.number or not lane.running
+            is_quiet = not lane.is_told or not lane.running
             assert is_quiet, f"P5: {engine.name} rests while a gateway counts requests"
 
     def told_door(self, effect: SetModelDoor) -> None:
@@ -178,7 +183,7 @@ class Law(Books):
 
     def sent(self, request: Request) -> None:
         lane = request.gateway.lanes[request.model]
-        assert not lane.number or isinstance(lane.door, OpenDoor), "P5: sent past a shut door"
+        assert not lane.is_told or isinstance(lane.door, OpenDoor), "P5: sent past a shut door"
         if request.ticket is not TicketKind.PARKED:
             parked = [r for r in lane.tickets.values() if r.ticket is TicketKind.PARKED]
             assert not parked, f"P15: request {request.id} is sent before a parked stream"

@@ -34,6 +34,7 @@ class Books:
         # what the pool has told, ever
         self.goals: dict[str, list[TellEngine]] = {}  # by engine, not yet known to be superseded
         self.last: dict[str, TellEngine] = {}
+        self.crossed: set[str] = set()  # engines that have not obeyed another era's goal yet
         self.numbers: dict[str, int] = {}  # of doors
         self.doors: dict[str, object] = {}
         self.leases: dict[str, LeaseAsked] = {}  # granted
@@ -65,6 +66,9 @@ class Books:
         self.predecessor_heard |= self.outside
         self.outside.clear()
         self.inherited = self.on_file
+        if self.world.pool.file is None:  # its doors and pins were in it
+            self.numbers.clear()
+            self.pinned = {name for name, each in self.world.rules.items() if each.is_pinned}
         self.states.clear()
         self.unheard = set(self.world.engines)
 
@@ -95,8 +99,13 @@ class Books:
                     self.faulted.add(event.model)
                 told = self.goals.get(event.engine)
                 if told and event.generation is not None:
+                    if event.generation.era == self.last[event.engine].generation.era:
+                        self.crossed.discard(event.engine)
                     self.goals[event.engine] = [
-                        order for order in told if not order.generation.is_older(event.generation)
+                        order
+                        for order in told
+                        if order.generation.era == event.generation.era
+                        and not order.generation.is_older(event.generation)
                     ]
             case EngineDead() if event.incarnation:  # else nobody has died: it is an answer
                 self.faulted.add(self.world.engines[event.engine].model)

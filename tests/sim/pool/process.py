@@ -234,6 +234,7 @@ class PoolProcess:
         if self.core is None or gateway.is_linked or gateway.is_losing:
             return
         gateway.up, gateway.down, gateway.is_linked = Line(), Line(), True
+        gateway.forget_door_numbers()
         gateway.say()
         for order in self.doors.values():
             self.world.timeline.send(gateway.down, gateway.set_door, order)
