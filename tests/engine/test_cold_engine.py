@@ -40,7 +40,7 @@ def reason_of(engine: Engine) -> str:
 
 
 def is_cold(engine: Engine) -> bool:
-    return reason_of(engine).startswith("cold because")
+    return reason_of(engine).startswith("made cold")
 
 
 def test_engine_of_a_model_uses_the_models_locks_and_tells_a_pool_what_it_must_know(pod, lock):
