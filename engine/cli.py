@@ -99,12 +99,12 @@ def _look(config: Resolved) -> Look:
             on_file = read_json(engine_state(directory, engine))
         except OSError:  # another user's directory
             on_file = None
-        known = [each.stem.removeprefix("engine_") for each in engine_states(Path(directory))]
-        if on_file is None and known and engine not in known:
+        if on_file is None:
+            known = [each.stem.removeprefix("engine_") for each in engine_states(Path(directory))]
+            if not known or engine in known:
+                raise
             there = f"there is no engine {engine} in {directory}; engines: {', '.join(known)}"
             raise UnreachableError("engine.unknown", f"{there} (--engine-id)") from error
-        if on_file is None:
-            raise
         document, offline = on_file, error
         if isinstance(error, WaitTimeoutError):
             holder = guard_holder(path.removesuffix(".sock") + ".lock") or "a process"

@@ -165,10 +165,12 @@ def runtime_dir(value: str) -> str:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
     except OSError as error:  # such as a parent that does not exist
-        verb = "create" if isinstance(error, FileNotFoundError) else "make writable"
+        parent = os.path.dirname(path)
+        is_missing = isinstance(error, FileNotFoundError)
+        fix = f"create {parent}" if is_missing else f"make {parent} writable"
         raise UsageError(
             "service.directory_refused",
-            f"cannot create {path}: {error.strerror}; {verb} {os.path.dirname(path)}, or name"
+            f"cannot create {path}: {error.strerror}; {fix}, or name"
             " another directory with --dir, or with UNDERSTUDY_DIR in every terminal",
             path=path,
         ) from error

@@ -176,7 +176,7 @@ def checkpoint_of(given: str | None, backend: str) -> tuple[Path | None, str | N
     if given is None and backend != "command":
         return None, None
     path = Path(os.path.abspath(given or ""))
-    if path.is_dir() or backend == "command":  # which is told nothing of it
+    if path.is_dir() or backend == "command":  # that program's own arguments name its model
         return path, None
     if given is not None and backend == HUB_BACKEND and is_hub_id(given):
         return None, given
