@@ -43,6 +43,7 @@ CONTINUATION_ID = "X-Understudy-Continuation-Id"
 HOP_PATHS = "/understudy/"
 HELLO_PATH = "/understudy/hello"  # GET: a `Hello`, as JSON
 WATCH_PATH = "/understudy/watch"  # GET, by a front: `PodReport`s, one line of JSON each
+CHANNELS_PATH = "/understudy/channels"  # GET, by a front: the connection then has channels
 
 GROUP_MARK = b": u="  # begins the comment behind the events of one group
 END = b": end\n\n"  # behind the last event of a whole answer

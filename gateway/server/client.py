@@ -190,6 +190,18 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def give_to(self, protocol: asyncio.BaseProtocol) -> None:
+        """It asked for another protocol than HTTP: have that instead."""
+        transport, self._transport, self._out = self._transport, None, None
+        if transport is not None:
+            transport.pause_reading()
+            transport.set_protocol(protocol)
+            transport.resume_reading()
+            protocol.connection_made(transport)
+        self.request = None
+        self._reader.close()
+        self._owner.closed(self)
+
     def is_named(self, name: str) -> bool:
         """Whether the peer's certificate, where there is TLS, has this name."""
         transport = self._transport

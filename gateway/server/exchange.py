@@ -40,7 +40,6 @@ from gateway.server.responses import POD, OwnAnswer, greet
 from gateway.server.settings import GatewaySettings
 from gateway.server.upstream import (
     IdleConnections,
-    PodConnections,
     PrefillAhead,
     ReplayTurns,
     Upstream,
@@ -102,7 +101,7 @@ class GatewayExchange:
         self.clients: set[ClientConnection] = set()
         self.requests: dict[int, HttpRequest] = {}  # by the core's number
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
-        self.idle_connections = IdleConnections() if fleet is None else PodConnections()
+        self.idle_connections = IdleConnections()
         self.replays = ReplayTurns()
         self._demand_changed = demand_changed
         self._listener: ServiceListener | None = None

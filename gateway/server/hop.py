@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import weakref
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -24,18 +25,19 @@ from gateway.core.events import MAX_IN_FLIGHT
 from gateway.core.lanes import Lane
 from gateway.core.machine import Gateway
 from gateway.schema import GatewayHop
+from gateway.server.channels import Channels
 from gateway.server.client import BACKLOG, ClientConnection, ServiceListener
 from gateway.server.exchange import GatewayExchange
 from gateway.server.requests import HttpRequest, Intake
 from gateway.server.responses import OwnAnswer
-from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
+from plumbing.gateway_protocol import CHANNELS_PATH, WATCH_PATH, Continuation, PodModel, PodReport
 from plumbing.service.hosts import bind
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.tcp import Security
 from pool.core.events import ShutDoor
 
 FRONT, POD = "understudy-front", "understudy-pod"  # in certificates
-FRONTS_MAX = 64
+FRONTS_MAX = 64  # each has one connection for reports, and one for channels
 CONNECTIONS_MAX = 4096  # of all of them
 # A flow that is lost alone is noticed in 10 s, at both ends.
 KEEPALIVE = (
@@ -82,8 +84,9 @@ class HopDoor:
         self._leaves_at_ms: float | None = None  # when this pod has left
         self._cut: asyncio.TimerHandle | None = None
         self._watching: set[ClientConnection] = set()
+        self.channels = weakref.WeakSet[Channels]()  # while they are connected
         self._said: list[object] = []  # last, of who serves
-        self._is_soon = False
+        self._is_soon = self._looks = False
         self._security: Security | None = None
         self.address, self.port = "", 0
         self._listener: ServiceListener | None = None
@@ -172,23 +175,37 @@ class HopDoor:
             client.abort()
 
     def came(self, client: ClientConnection, request: HttpRequest) -> None:
-        if request.path != WATCH_PATH:
+        if request.path not in (WATCH_PATH, CHANNELS_PATH):
             self.exchange.came(client, request)
-        elif len(self._watching) >= FRONTS_MAX:
+        elif max(len(self._watching), len(self.channels)) >= FRONTS_MAX:
             client.answer_own(OwnAnswer.of(failure("gateway.fronts"), ""), request)
+        elif request.path == CHANNELS_PATH:
+            channels = Channels(self._accept)
+            self.channels.add(channels)
+            client.give_to(channels)
         else:
             client.begin(WATCH_HEAD, is_chunked=False)
             self._watching.add(client)
             self._said = self._serving()  # as all others know already
             client.send_body(self._report())
 
+    def _accept(self) -> ClientConnection:
+        """The protocol of a channel."""
+        client = ClientConnection(self)
+        self.clients.add(client)
+        return client
+
     # ------------------------------------------------------------------ reporting
 
     def look(self) -> None:
-        """Something may have changed: say at once who serves, and the load a little later, since
-        each request changes it several times."""
-        if not self._watching:
-            return
+        """Something may have changed: say who serves when this turn of the loop is over, and the
+        load a little later, since each request changes it several times."""
+        if self._watching and not self._looks:
+            self._looks = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looks = False
         if self._serving() != self._said:
             self._tick()
         elif not self._is_soon:

@@ -2,12 +2,9 @@
 
 Names come from DNS, such as a headless Service with all its pods, ready or not, from a file that is
 read again when it changes, or as a list. They are looked up each second; what cannot be looked up
-leaves the pods that are known. Each address has one connection that reports come on. It is opened
-again at once when it breaks: the gateway of a pod that lives is there within `pods.GONE_MS`.
-
-When a pod is lost, all of its streams go elsewhere at once, and a handshake of TLS for each would
-be most of their pause. So each pod has idle connections ready, as many as the pod with the most
-streams has of them, within these limits.
+leaves the pods that are known. Each address has two connections. Reports come on the first, which
+is opened again at once when it breaks: the gateway of a pod that lives is there within
+`pods.GONE_MS`. The other one has a channel for each request, and is opened with the first report.
 """
 
 from __future__ import annotations
@@ -16,10 +13,7 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
-from functools import partial
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,18 +21,16 @@ import msgspec
 
 from gateway.core.events import PodBroke, PodHeard, PodNamed
 from gateway.core.fleet import Fleet
-from gateway.core.pods import Pod, PodState
+from gateway.server.channels import Channels
 from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import KEEPALIVE, POD, fleet_security
-from gateway.server.upstream import IdleConnection, PodConnections
 from plumbing.errors import UsageError
-from plumbing.gateway_protocol import VERSION, WATCH_PATH, PodReport
+from plumbing.gateway_protocol import CHANNELS_PATH, VERSION, WATCH_PATH, PodReport
 from plumbing.text import one_line, split_address
 from plumbing.wire.tcp import reason_of
 
 LOOK_UP_S = 1.0
 PODS_MAX = 256
-WARM_MIN, WARM_MAX, WARM_IN_ALL = 8, 32, 128  # idle connections made for one pod, and for all
 REPORT_BYTES_MAX = 64 << 10
 CONNECT_S = 2.0  # a pod whose node has no power does not refuse
 RETRY_S, RETRY_S_MAX = 0.02, 1.0  # doubled
@@ -48,7 +40,9 @@ NO_REPORTS = (
     *(asyncio.IncompleteReadError, asyncio.LimitOverrunError),
 )
 PROBLEM_CHARS_MAX = 200  # it may quote the peer
-WATCH = f"GET {WATCH_PATH} HTTP/1.1\r\nhost: pod\r\n\r\n".encode()
+WATCH, CHANNELS = (
+    f"GET {path} HTTP/1.1\r\nhost: pod\r\n\r\n".encode() for path in (WATCH_PATH, CHANNELS_PATH)
+)
 Address: TypeAlias = "tuple[str, int]"
 _REPORT = msgspec.json.Decoder(PodReport)
 
@@ -114,7 +108,10 @@ class PodLinks:
         self._watches: dict[Address, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
         self.problems: dict[str, str] = {}  # by address, as text
-        exchange.connect_pod = lambda *who: self._tasks.create_task(self._connect(*who))
+        # The connection for requests by address, with the incarnation that it was opened for.
+        self._channels: dict[str, tuple[int, Channels]] = {}
+        self._opening: dict[str, asyncio.Task[None]] = {}
+        exchange.connect_pod = self._connect
 
     @property
     def problem(self) -> str | None:
@@ -125,7 +122,6 @@ class PodLinks:
     async def run(self) -> None:
         """Look names up for ever."""
         async with asyncio.TaskGroup() as self._tasks:  # a fault in one ends the front
-            self._tasks.create_task(self._keep_warm())
             while True:
                 found = await self.names.look_up()
                 if found is not None:
@@ -145,7 +141,9 @@ class PodLinks:
                 self._exchange.handle(PodNamed(name, False))
             if name not in self._fleet.pods:  # gone, and no longer named
                 self._watches.pop(address).cancel()
-                self.problems.pop(text(address), None)
+                self.problems.pop(name, None)
+                if name in self._channels:
+                    self._channels.pop(name)[1].abort()
 
     # ------------------------------------------------------------------ reports
 
@@ -158,9 +156,12 @@ class PodLinks:
             has_reported = is_refused = is_broken = False
             try:
                 async for report in self._reports(address):
-                    has_reported = True
                     self.problems.pop(name, None)
                     self._exchange.handle(PodHeard(name, report))
+                    # After a partition TCP may not try the old one again for seconds.
+                    if not has_reported or self._find(name) is None:
+                        self._open_soon(name)
+                    has_reported = True
                 is_broken, why = True, "it closed the connection"
             except TimeoutError:
                 why = "it is silent"
@@ -236,47 +237,54 @@ class PodLinks:
 
     # ------------------------------------------------------------------ requests
 
-    async def _connect(
-        self, pod: str, protocol: asyncio.Protocol, failed: Callable[[], object]
-    ) -> None:
-        try:
-            await self._open(pod, lambda: protocol)
-        except (OSError, UsageError):
-            failed()
+    def _connect(self, pod: str, protocol: asyncio.Protocol, failed: Callable[[], object]) -> None:
+        """Give `protocol` a channel to the pod at this address."""
+        channels = self._find(pod)
+        if channels is not None:
+            channels.open(protocol)
+            return
 
-    async def _open(self, pod: str, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
-        """
-        Raises:
-            OSError, UsageError: there is no connection.
-        """
+        def opened(_: asyncio.Task[None]) -> None:
+            channels = self._find(pod)
+            if channels is None:
+                failed()
+            else:
+                channels.open(protocol)
+
+        self._open_soon(pod).add_done_callback(opened)
+
+    def _find(self, pod: str) -> Channels | None:
+        """The connection to what is at this address now."""
+        incarnation, channels = self._channels.get(pod, (0, None))
+        known = self._fleet.pods.get(pod)
+        is_same = known is not None and known.incarnation == incarnation
+        return channels if is_same and channels is not None and channels.is_open else None
+
+    def _open_soon(self, pod: str) -> asyncio.Task[None]:
+        if pod not in self._opening:
+            self._opening[pod] = task = self._tasks.create_task(self._open(pod))
+            task.add_done_callback(lambda _: self._opening.pop(pod))
+        return self._opening[pod]
+
+    async def _open(self, pod: str) -> None:
+        known = self._fleet.pods.get(pod)
+        incarnation, channels = 0 if known is None else known.incarnation, Channels()
         host, _, port = pod.rpartition(":")
         address = host.strip("[]"), int(port)
-        async with asyncio.timeout(CONNECT_S):
-            transport, _ = await self._loop.create_connection(
-                protocol, *address, **self._tls(address)
-            )
-        keep_alive(transport)
-
-    async def _keep_warm(self) -> None:
-        """Make idle connections, one after the other, while no stream is moving."""
-        while True:
-            for pod in list(self._fleet.pods.values()):
-                kept, grant = self._exchange.idle_connections, (pod.address, pod.incarnation)
-                with contextlib.suppress(OSError, UsageError):  # its watch says why
-                    for _ in range(self._missing(pod, kept.get(grant, ()))):
-                        if not self._fleet.resuming:
-                            await self._open(pod.address, partial(IdleConnection, kept, grant))
-            await asyncio.sleep(LOOK_UP_S)
-
-    def _missing(self, pod: Pod, idle: Collection[IdleConnection]) -> int:
-        """How many more it should have, beside those that will soon be closed."""
-        if self._fleet.state(pod) is not PodState.READY:
-            return 0
-        streams = Counter(each.engine for each in self._fleet.attempts.values())
-        most = max((WARM_MIN, *streams.values()))
-        wanted = min(most, WARM_MAX, WARM_IN_ALL // len(self._fleet.pods)) or 1
-        old_s = time.monotonic() - PodConnections.idle_s + 2 * LOOK_UP_S
-        return wanted - sum(each.since_s > old_s for each in idle)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                transport, _ = await self._loop.create_connection(
+                    lambda: channels, *address, **self._tls(address)
+                )
+                keep_alive(transport)
+                transport.write(CHANNELS)
+                await channels.opened.wait()
+        except (OSError, UsageError):  # its watch says why
+            channels.abort()
+        else:
+            if pod in self._channels:
+                self._channels[pod][1].retire()
+            self._channels[pod] = incarnation, channels
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:

@@ -129,13 +129,6 @@ class IdleConnections(dict[Grant, dict[IdleConnection, None]]):
             self.close(*[each for each in same if now_s - each.since_s >= idle_s])
 
 
-class PodConnections(IdleConnections):
-    """A front's. A handshake of TLS takes milliseconds of CPU, so `pods.PodLinks` makes some before
-    a stream needs them."""
-
-    most, idle_s = 64, 60.0
-
-
 TURN_S = 0.005  # a slice more is less than twice that, unless one event has megabytes
 
 
@@ -246,7 +239,7 @@ class Upstream(asyncio.Protocol):
 
     def reuse(self, idle: IdleConnection) -> None:
         """Send the request on this connection; on another one, if the engine has closed it."""
-        self._is_reused = not self._is_to_pod
+        self._is_reused = True
         idle.transport.set_protocol(self)
         self.connection_made(idle.transport)
 
@@ -374,8 +367,7 @@ class Upstream(asyncio.Protocol):
             self._break(BreakCause.CLOSED)
 
     def _was_unread(self, error: Exception | None) -> bool:
-        """Whether the engine has closed a connection that was idle before it saw the request. Over
-        TCP, from a pod, a reset does not say what was read."""
+        """Whether the engine has closed a connection that was idle before it saw the request."""
         is_reset = isinstance(error, (ConnectionResetError, BrokenPipeError))
         return self._is_reused and is_reset and not self.is_dropped
 
@@ -438,13 +430,14 @@ class Upstream(asyncio.Protocol):
         self._owner.handle(AnswerEnded(self.attempt.number))
 
     def _leave_connection(self) -> None:
-        """The answer is over: leave the connection to another request, if nothing is odd."""
+        """The answer is over: leave an engine's connection to another request, if nothing is
+        odd."""
         self.is_dropped, self._is_between = True, False
         transport, self._transport = self._transport, None
         if transport is None:
             return
         response = self.response
-        is_read = not self._is_paused and not self._replayed
+        is_read = not self._is_paused and not self._replayed and not self._is_to_pod
         is_flowing = is_read and not transport.get_write_buffer_size()
         if response.status == 200 and response.keeps_alive and is_flowing:
             grant, kept = (self.attempt.engine, self.attempt.token), self._owner.idle_connections

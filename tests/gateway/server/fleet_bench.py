@@ -50,8 +50,8 @@ class BenchPod:
         """All of its sockets."""
         self.engine.die()
         self.hop.stop()
-        for client in tuple(self.hop.clients):
-            client.abort()
+        for connection in (*self.hop.clients, *self.hop.channels):
+            connection.abort()
         for upstream in tuple(self.exchange.upstreams.values()):
             upstream.drop()
 

@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
@@ -536,28 +536,48 @@ def certificates(tmp_path_factory):
 
 
 @in_fleet
-async def test_streams_of_a_lost_pod_take_connections_that_are_ready(
-    bench, certificates, monkeypatch
-):
+async def test_streams_of_a_lost_pod_take_the_connection_that_is_open(bench, certificates):
     """Method: none can be made any more when the pod dies; with the fleet's certificates."""
-    monkeypatch.setattr(pods_module, "LOOK_UP_S", 0.02)
     for _ in range(2):
         await bench.pod(tls=f"{certificates}/pod", hold_after_groups=4)
     await bench.front(tls=f"{certificates}/front")
+    links = bench.server.links
     clients = [await bench.ask({**BODY, "n": each}) for each in range(9)]
     await auntil(lambda: by_state(bench.fleet)["streaming"] == 9, "the streams")
-    most = max(of_pod(bench, pod) for pod in bench.pods)
-    ready = bench.server.exchange.idle_connections
-    count = max(most, pods_module.WARM_MIN)
-    await auntil(lambda: [len(each) for each in ready.values()] == [count] * 2, "connections")
-    monkeypatch.setattr(bench.server.links, "_open", AsyncMock(side_effect=OSError))
+    await auntil(lambda: all(links._find(pod.address) for pod in bench.pods), "connections")
+    links._open = AsyncMock(side_effect=AssertionError)
     dead, other = sorted(bench.pods, key=lambda pod: -of_pod(bench, pod))
+    most = of_pod(bench, dead)
     bench.let_go()
     dead.kill()
     other.engine.released.set()
     for number, client in enumerate(clients):
         check_whole(await client.answer(), {**BODY, "n": number})
     assert bench.fleet.moves["gone"] == most
+
+
+@in_fleet
+async def test_gateway_that_is_replaced_hands_its_streams_to_its_successor(bench):
+    [old] = await bench.start(hold_after_groups=4)
+    client = await bench.stream()
+    old.hop.stop()
+    new = await bench.pod(port=old.hop.port)
+    for each in (client, await bench.ask(BODY)):
+        check_whole(await each.answer(), BODY)
+    assert not old.hop.clients
+    assert len(new.engine.requests) == 2
+
+
+@in_fleet
+async def test_channel_within_a_channel_is_closed(bench):
+    [pod] = await bench.start()
+    await auntil(lambda: bench.server.links._find(pod.address), "the connection")
+    protocol = Mock()
+    bench.server.links._find(pod.address).open(protocol)
+    protocol.connection_made.call_args.args[0].write(pods_module.CHANNELS)
+    await auntil(lambda: protocol.connection_lost.called, "its end")
+    check_whole(await (await bench.ask(BODY)).answer(), BODY)
+    assert len(pod.hop.channels) == 1
 
 
 @pytest.mark.parametrize("who", ["pod", None])
