@@ -142,7 +142,8 @@ class Incarnation:
 
     def _start(self) -> None:
         settings = self._settings
-        leftovers.remake(self._temporary)
+        guard = settings.control_path.removesuffix(".sock") + ".lock"
+        leftovers.remake(self._temporary, guard)
         with self.channel.open() as backend_end:
             self.witness_path, held = witness.create(settings.directory, self.id)
             with OwnedFd(held):

@@ -9,13 +9,16 @@ predecessor's backend has left, too, of which it has seen nothing.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import shutil
 import tempfile
 
+from plumbing.wire.server import guard_holder
+
 SHM = "/dev/shm"  # where shm_open(3) and sem_open(3) keep their names, in no subdirectory
-PREFIX = "understudy-"
+PREFIX, OWNER = "understudy-", "owner"
 # vLLM's CPU build names shared memory after a temporary file: a name that no other file has.
 UNIQUE_CHARS_MIN = 32
 
@@ -27,14 +30,21 @@ def directory_of(directory: str, engine: str) -> str:
     return os.path.join(tempfile.gettempdir(), name)
 
 
-def remake(path: str) -> None:
-    """An empty directory, for a backend that is about to start.
+def remake(path: str, guard: str) -> None:
+    """An empty directory, for a backend that is about to start, with a link to `guard`, the lock
+    file of its supervisor. Empty ones of supervisors that are gone are removed.
 
     Raises:
         OSError: it cannot be made, or another user has made it.
     """
     remove(path)
+    for owner in glob.glob(os.path.join(os.path.dirname(path), f"{PREFIX}*", OWNER)):
+        with contextlib.suppress(OSError):
+            if guard_holder(os.readlink(owner)) is None:
+                os.unlink(owner)
+                os.rmdir(os.path.dirname(owner))
     os.mkdir(path, 0o700)
+    os.symlink(guard, os.path.join(path, OWNER))
 
 
 def remove(path: str) -> None:

@@ -9,11 +9,13 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from engine.supervisor import leftovers
+from plumbing.wire.server import PathGuard
 from tests.engine.pod import QUICK, Engine, Pod
 from tests.helpers import until
 
@@ -34,7 +36,7 @@ def left(pod: Pod) -> int:
     """How many files there are of the engine."""
     path = leftovers.directory_of(str(pod.directory), "e-0")
     temporary = os.listdir(path) if os.path.isdir(path) else []
-    return len([*leftovers.in_shared_memory(path), *temporary])
+    return len({*leftovers.in_shared_memory(path), *temporary} - {leftovers.OWNER})
 
 
 def started(pod: Pod) -> Engine:
@@ -81,6 +83,16 @@ def test_a_second_supervisor_of_an_engine_touches_nothing(pod, lock):
     assert left(pod) == FILES
     assert contents_of(pod.directory) == files
     assert first.state == "active"
+
+
+def test_a_killed_pods_empty_directory_is_removed_by_the_next_engine(tmp_path):
+    """Method: directories of an engine that lives, of one that is gone, and of another program."""
+    with closing(PathGuard(str(tmp_path / "living"), "an engine")):
+        (tmp_path / f"{leftovers.PREFIX}foreign").mkdir()
+        for name in ("living", "gone", "next"):
+            leftovers.remake(str(tmp_path / f"{leftovers.PREFIX}{name}"), str(tmp_path / name))
+    found = {path.name.removeprefix(leftovers.PREFIX) for path in tmp_path.glob("*-*")}
+    assert found == {"living", "next", "foreign"}
 
 
 def contents_of(directory: Path) -> dict[str, tuple[int, bytes]]:
