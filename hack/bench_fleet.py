@@ -40,6 +40,7 @@ from hack import gateway_load as ends
 from hack import rig
 from hack.bench_gateway import HELD_EVENTS_PER_S, BenchGateway, memory
 from hack.gateway_load import Seen, one_by_one, request, stream
+from hack.processes import free_ports
 from plumbing.pod.paths import engine_http_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment, raise_fd_limit
@@ -47,7 +48,6 @@ from plumbing.wire.certificates import create
 from understudy.drill.clients import Target, clock, send
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.http_get import get
-from understudy.pod.ports import free_ports
 from understudy.up.models import make_random_model
 
 PEERS = Path(__file__).parent / "peers"  # how each is started, and its configuration

@@ -30,7 +30,7 @@ from pathlib import Path
 from hack import gateway_load as ends
 from hack import rig
 from hack.gateway_load import Seen, one_by_one, request, stream
-from hack.processes import ServerProcess, Usage
+from hack.processes import ServerProcess, Usage, free_ports
 from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, ServiceMsg, Stage
 from plumbing.pod.paths import engine_http_socket, lockserver_socket
 from plumbing.service import procfs
@@ -39,7 +39,6 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
-from understudy.pod.ports import free_ports
 from understudy.pod.table import REPLACING_INIT, program
 
 START_S = 60.0

@@ -24,13 +24,19 @@ from plumbing.pod.cli import ask_status
 from plumbing.pod.paths import gms_socket, lockserver_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment
-from understudy.pod.ports import free_ports
+from understudy.pod.ports import OURS, free_base
 
 T = TypeVar("T")
 
 POLL_S = 0.002
 START_S = 30.0
 IDENTITY = {"model": "bench", "shards": {"a": "1"}}
+
+
+def free_ports(count: int) -> range:
+    """`count` consecutive ports that are free; raises as `free_base`."""
+    first = free_base(OURS[:-count], range(count))
+    return range(first, first + count)
 
 
 class ProcessError(RuntimeError):

@@ -84,6 +84,16 @@ def _plain(value: Any) -> Any:
     return to_builtins(value) if isinstance(value, Struct) else str(value)
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets: the opposite of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def split_address(text: str, port_min: int = 1) -> tuple[str, int]:
     """The host, without brackets, and the port of HOST:PORT. A ValueError says what is wrong."""
     host, _, port = text.rpartition(":")

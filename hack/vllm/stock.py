@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.supervisor.leftovers import SHM
+from hack.processes import free_ports
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from understudy.drill.clients import Target
 from understudy.drill.prompts import KINDS, all_prompts, learn_answers
 from understudy.drill.records import Exchange, Prompt
-from understudy.pod.ports import free_ports
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.pod.table import Container, HttpProbe
 

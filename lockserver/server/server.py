@@ -62,6 +62,7 @@ from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.service.process import strangers_max
 from plumbing.service.signals import until_ended
+from plumbing.text import join_address
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import CONNECTIONS_MAX, HANDSHAKES_MAX
@@ -520,7 +521,7 @@ async def run(
     await server.start()
     try:
         await http.start()
-        message = f"started on {settings.directory}, probes on {http.host}:{http.port}"
+        message = f"started on {settings.directory}, probes on {join_address(http.host, http.port)}"
         server.events.record("lockserver.started", message, data={"http_port": http.port})
         gc.freeze()  # these objects stay: no later collection scans them while a grant waits
         await until_ended(server.failed)

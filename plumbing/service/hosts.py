@@ -16,6 +16,7 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.service.config import Option
+from plumbing.text import join_address
 
 PORT_MAX = 65535
 BACKLOG = 1024  # a burst of strangers; above it SYNs are dropped, and repeated after a second
@@ -92,10 +93,11 @@ def bind(
         options: dict[str, Any] = {"family": family, "backlog": backlog}
         sock = socket.create_server(address[:2], dualstack_ipv6=is_both, **options)
     except OSError as error:
+        where = join_address(host, port)
         if error.errno != errno.EADDRINUSE:
             raise UsageError(
                 "service.cannot_bind",
-                f"cannot listen on {host}:{port}: {error.strerror}; use another {flag}",
+                f"cannot listen on {where}: {error.strerror}; use another {flag}",
                 host=host,
                 port=port,
             ) from error
@@ -103,7 +105,7 @@ def bind(
         holder = f"pid {pid} ({procfs.name(pid)})" if pid else "a process not visible here"
         raise UnderstudyError(
             "service.port_in_use",
-            f"{host}:{port} is in use by {holder}; stop it, or use another {flag}",
+            f"{where} is in use by {holder}; stop it, or use another {flag}",
             host=host,
             port=port,
             pid=pid,

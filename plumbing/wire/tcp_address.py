@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from plumbing.errors import UsageError
+from plumbing.text import join_address
 
 SCHEME = "tcp://"
 _HOST = re.compile(r"[a-z0-9._:%-]+")
@@ -42,5 +43,4 @@ class TcpAddress:
         )
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{SCHEME}{host}:{self.port}"
+        return SCHEME + join_address(self.host, self.port)

@@ -32,7 +32,7 @@ from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.service.signals import until_ended
-from plumbing.text import duration, size
+from plumbing.text import duration, join_address, size
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -675,7 +675,7 @@ async def run(settings: PoolSettings) -> None:
         await http.start()
         models = len(settings.file.models)
         message = f"started on {settings.directory} with {models} models, probes on"
-        message += f" {http.host}:{http.port}"
+        message += f" {join_address(http.host, http.port)}"
         server.log.record("pool.started", message, data={"http_port": http.port})
         gc.freeze()  # these objects stay: no later collection scans them while a ticket waits
         await until_ended(server.failed)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plumbing.errors import UsageError
-from understudy.pod.ports import free_pod_ports, free_ports
+from understudy.pod.ports import free_pod_ports
 from understudy.pod.table import Container, LocalPod
 from understudy.up.pods import PreparedPod, prepare_pool
 
@@ -54,7 +54,7 @@ def test_parts_are_told_the_pool_file_wherever_they_run(tmp_path: Path, monkeypa
 def test_pod_listens_where_the_file_says_unless_a_flag_does(tmp_path: Path, given: tuple[str, ...]):
     """Method: the pod's own ports are free ones; the file names an address of this machine."""
     ports = free_pod_ports(has_pool=True)
-    listen = f"listen: 127.0.0.2:{free_ports(1)[0]}\n"
+    listen = f"listen: 127.0.0.2:{free_pod_ports().service}\n"
     local = LocalPod(Path(), None, ports, http_host="127.0.0.3")
     file = listen + POOL_FILE
     pod = prepared(tmp_path, file, local, given=given)

@@ -9,9 +9,13 @@ import asyncio
 import socket
 from pathlib import Path
 
+import pytest
+
+from plumbing.errors import UnderstudyError
 from plumbing.service.config import resolve
 from understudy.cli.settings import UP_OPTIONS, pod_of
-from understudy.pod.ports import Ports, check_ports, free_offset, free_pod_ports, free_ports
+from understudy.drill.clients import inside_target
+from understudy.pod.ports import Ports, check_ports, free_offset, free_pod_ports
 from understudy.pod.table import LocalPod, starts
 
 
@@ -38,6 +42,15 @@ def test_pods_of_a_fleet_share_no_port_and_their_front_has_those_of_the_one_pod(
     ]
 
 
+def test_addresses_of_ipv6_have_brackets():
+    pod = LocalPod(Path("/d"), Path("/m"), host="::1", http_host="::1")
+    server, *_ = pod.containers()
+    assert "--service=active=[::1]:8000" in server.command
+    assert server.startup is not None
+    assert server.startup.url == "http://[::1]:9400/live"
+    assert inside_target("[::1]:8000").address == "[::1]:8000"
+
+
 def test_free_ports_are_for_nobody_else():
     """Goal: drills beside a running pod. Method: all ports of one pod are distinct, unused, and
     none that the kernel gives to a client."""
@@ -49,7 +62,8 @@ def test_free_ports_are_for_nobody_else():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports.service))
         taken.listen()
-        assert ports.service not in free_ports(2)
+        with pytest.raises(UnderstudyError):
+            check_ports(ports)
 
 
 def test_flags_of_a_fleet_reach_each_pod_as_they_were_given(tmp_path: Path):

@@ -23,7 +23,7 @@ from gateway.core.replay_join import events_in
 from gateway.server.responses import POD, ResponseReader
 from plumbing.errors import ProtocolError, UsageError
 from plumbing.service.clock import SystemClock
-from plumbing.text import split_address
+from plumbing.text import join_address, split_address
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.pod.table import reachable
 
@@ -51,6 +51,10 @@ class Target:
     url: str = ""
     prefix: str = ""
     tls: ssl.SSLContext | None = None
+
+    @property
+    def address(self) -> str:
+        return join_address(self.host, self.port)
 
 
 def inside_target(address: str) -> Target:
@@ -180,7 +184,7 @@ def _request(target: Target, prompt: Prompt) -> bytes:
     body = json.dumps(prompt.body).encode()
     head = (
         f"POST {target.prefix}{prompt.path} HTTP/1.1\r\n"
-        f"Host: {urlsplit(target.url).netloc or f'{target.host}:{target.port}'}\r\n"
+        f"Host: {urlsplit(target.url).netloc or target.address}\r\n"
         "Content-Type: application/json\r\n"
         "Connection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"

@@ -112,7 +112,7 @@ async def model_name(target: Target) -> str:
     Raises:
         UnderstudyError: `drill.no_model`.
     """
-    answer = await get(f"http://{target.host}:{target.port}/v1/models", timeout_s=30)
+    answer = await get(f"http://{target.address}/v1/models", timeout_s=30)
     models = answer.json().get("data") or [{}]
     name = models[0].get("id")
     if not isinstance(name, str):
@@ -153,7 +153,7 @@ async def learn_answers(
             last = f"{prompt.path}: {answer.status} {answer.end}, {answer.chunks} pieces of text"
             last += f", {answer.detail}" if answer.detail else ""
     if not used:
-        who = target.url or f"{target.host}:{target.port}"
+        who = target.url or target.address
         why = f"gave no usable answer; the last one: {last}"
         why = f"refuses connections ({refused})" if refused is not None else why
         raise UnderstudyError("drill.no_answers", f"{who} {why}")

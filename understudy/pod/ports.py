@@ -66,7 +66,7 @@ def check_port(port: int, address: str, flag: str = PROBE_FLAGS) -> None:
     bind(address, port, flag).close()
 
 
-def _free(bases: range, apart: Iterable[int]) -> int:
+def free_base(bases: range, apart: Iterable[int]) -> int:
     """One of `bases` to which each of `apart` can be added for a free port.
 
     Raises:
@@ -85,18 +85,14 @@ def _free(bases: range, apart: Iterable[int]) -> int:
     )
 
 
-def free_ports(count: int) -> range:
-    """`count` consecutive ports that are free, for a pod beside others; raises as `_free`."""
-    first = _free(OURS[:-count], range(count))
-    return range(first, first + count)
-
-
 def free_offset(pods: int = 1) -> int:
     """What moves the ports of this many pods, `FLEET_APART` from each other, to free ones."""
     engines = tuple(range(ENGINE_PORT, ENGINE_PORT + ENGINES))
     one = (*Ports(engines=engines, pool=POOL_PORT, ui=UI_PORT).all(), HOP_PORT)
     offsets = range(OURS.start - SERVICE_PORT, OURS.stop - max(one) - FLEET_APART * pods)
-    return _free(offsets, (port + FLEET_APART * number for port in one for number in range(pods)))
+    return free_base(
+        offsets, (port + FLEET_APART * number for port in one for number in range(pods))
+    )
 
 
 def free_pod_ports(*, has_pool: bool = False) -> Ports:

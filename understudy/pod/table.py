@@ -20,6 +20,7 @@ from plumbing.errors import UsageError
 from plumbing.pod.paths import lockserver_socket
 from plumbing.pod.supervision import GRACE_MS
 from plumbing.service import init
+from plumbing.text import join_address
 from pool.pool_file import PoolFile, engines_of
 from understudy.pod.ports import FLEET_APART, HOP_PORT, Ports
 
@@ -112,7 +113,7 @@ class LocalPod:
     def containers(self) -> list[Container]:
         """The pod, in the order in which it starts. Engines begin cold in a pool."""
         pool, ports = self.pool, self.ports
-        service = f"--service=active={self.host}:{ports.service}"
+        service = f"--service=active={join_address(self.host, ports.service)}"
         models = [f"--model={name}" for name in pool.file.models] if pool else []
         file = {"UNDERSTUDY_POOL": str(pool.path.absolute())} if pool else {}
         lock = ("lockserver", "serve", service, *models)
@@ -145,7 +146,7 @@ class LocalPod:
             own = {"UNDERSTUDY_HOP": hop, "UNDERSTUDY_POD_NAME": name, BEHIND_FRONT: "1"}
             env = {**self.env, **own}
             pods.append(replace(row, env=env, is_engine=True, starts_in_order=False))
-        listen = f"--listen={self.host}:{self.ports.service}"
+        listen = f"--listen={join_address(self.host, self.ports.service)}"
         names = f"--pods=@{self.directory / PODS_FILE}"
         front = ("gateway", "serve", names, listen)
         return [*pods, self._row(FRONT, front, self.ports.gateway, "ready")]
@@ -172,7 +173,7 @@ class LocalPod:
         by: tuple[str, ...] = INIT,
     ) -> Container:
         """A row. `page`, `period_s` and `failures` are of its startup probe."""
-        url = f"http://{reachable(self.http_host)}:{port}/{page}"
+        url = f"http://{join_address(reachable(self.http_host), port)}/{page}"
         return Container(
             name,
             (*program(command[0]), *command[1:]),
