@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from engine.backends.registry import asks_for_help, command_line
+from engine.backends.registry import command_line, show_help
 from engine.messages import CONTROL, LeaveMsg, OkMsg
 from engine.supervisor.settings import OPTIONS, EngineSettings, placed, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
@@ -63,9 +61,7 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
 
     Arguments after `--` go to the backend; `engine run --backend reference -- --help` lists them.
     """
-    if asks_for_help(config["backend"], arguments):
-        command = command_line(config["backend"], arguments)
-        sys.exit(subprocess.run(command, check=False).returncode)
+    show_help(config["backend"], arguments)
     arm_from_environment()
     log.configure("engine", engine_id=config["engine_id"], role=config["role"])
     directory = runtime_dir(config["dir"])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from plumbing.text import duration, since, table
+from plumbing.text import counted, duration, since, table
 
 Document = Mapping[str, Any]
 
@@ -56,10 +56,11 @@ def _row(pod: Document, now: datetime) -> tuple[str, ...]:
 
 
 def history(front: Document) -> str:
-    """`2 pods lost (gone), 12 streams moved (8 leaving, 4 silent)`"""
-    return f"{_counts('pods lost', front['losses'])}; {_counts('streams moved', front['moves'])}"
+    """`1 pod lost (1 gone); 12 streams moved (8 leaving, 4 silent)`"""
+    lost = _counts("pod", "lost", front["losses"])
+    return f"{lost}; {_counts('stream', 'moved', front['moves'])}"
 
 
-def _counts(what: str, counts: Mapping[str, int]) -> str:
+def _counts(noun: str, verb: str, counts: Mapping[str, int]) -> str:
     named = ", ".join(f"{count} {cause}" for cause, count in counts.items() if count)
-    return f"{sum(counts.values())} {what}" + (f" ({named})" if named else "")
+    return f"{counted(sum(counts.values()), noun)} {verb}" + (f" ({named})" if named else "")

@@ -18,7 +18,7 @@ from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.models import device_of
 from plumbing.pod.paths import gms_journal, gms_socket, read_device_names
-from plumbing.text import size
+from plumbing.text import counted, size
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 
@@ -95,7 +95,7 @@ def _lines(device: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{name}  {device['state']}, {kind}, committed {size(device['committed_bytes'])}, "
         f"staging {size(device['staging_bytes'])} of {size(device['capacity_bytes'])}, "
-        f"{len(sessions)} session{'s' * (len(sessions) != 1)}, {len(device['waiting'])} waiting"
+        f"{counted(len(sessions), 'session')}, {len(device['waiting'])} waiting"
     )
     yield from render_kv(device.get("kv"))
     for each in sessions:

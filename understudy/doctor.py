@@ -41,7 +41,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
 from plumbing.pod.paths import gms_sockets
 from plumbing.service import procfs
-from plumbing.text import size
+from plumbing.text import counted, size
 from plumbing.wire.peer import identify
 from pool.pool_file import PoolFile, digests, read_pool_file, with_served_names
 from understudy.host import output_of, read
@@ -236,7 +236,7 @@ def shared(pod: ExaminedPod) -> Finding:
         return failed("; ".join(astray), ONE_VOLUME)
     if not pod.sockets:
         return skipped("no part of a pod is running here")
-    return passed(f"all {len(pod.sockets)} listening sockets are in this directory")
+    return passed(f"{counted(len(pod.sockets), 'listening socket')}, all in this directory")
 
 
 def flock(pod: ExaminedPod) -> Finding:
@@ -287,7 +287,7 @@ def pool_file(pod: ExaminedPod) -> Finding:
             f"{path} has changed since the pool was started: {', '.join(changed)}",
             "restart the pool, the gateway and these models' engines; or use `understudy pool set`",
         )
-    return passed(f"{path}: {len(file.models)} models, as they run")
+    return passed(f"the pod runs what {path} says")
 
 
 # --- the machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,12 @@ from plumbing.errors import UsageError
 
 HELP = frozenset({"-h", "--help"})
 BACKENDS = ("reference", "vllm", "command")
+
+
+def show_help(backend: str, arguments: Sequence[str]) -> None:
+    """Print the backend's own help and exit, if the user asks for it."""
+    if asks_for_help(backend, arguments):
+        sys.exit(subprocess.run(command_line(backend, arguments), check=False).returncode)
 
 
 def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:

@@ -81,7 +81,7 @@ class Relaunch:
         backoff = last.at_ms + (MACHINE_RETRY_MS if last.is_machine else self.backoff_ms)
         pause = last.at_ms + (self.yield_ms if last.held_lock else 0)
         if pause > backoff:
-            return pause, "leaving the machine to the engine that takes over"
+            return pause, "the other engine takes over first"
         if last.is_machine:
             return backoff, "retrying every second: the machine is at fault, not the engine"
         if self.failures:

@@ -45,8 +45,8 @@ class Control(Handler):
         self._goals = Goals(engine)
         self._drainers: set[Connection] = set()
         self._no_drainers = asyncio.Event()
-        path = engine.settings.control_path
-        self.server = PartServer(path, msg.CONTROL, self, engine.log, status, service="engine")
+        what = engine.settings.control_path, msg.CONTROL, self, engine.log, status
+        self.server = PartServer(*what, service="engine", elsewhere="--dir or --engine-id")
 
     async def farewell(self) -> None:
         """Report the end to every `engine drain` and wait until these have exited, for a moment:

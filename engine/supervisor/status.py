@@ -192,7 +192,7 @@ class EngineStatus:
         if now.state is State.DEAD and now.shall.goal is Tier.COLD:
             return cold_because(now.shall, self._engine.log.source, is_reaped=now.is_reaped)
         if now.state is State.RESTING:
-            return f"at rest, and holds the lock; {_asked(now.shall)}"
+            return f"asleep ({now.shall.goal}), holds the lock; requested{by_whom(now.shall)}"
         watch = self._engine.watch
         if watch is not None and watch.late_ms > 0:
             return f"{now.reason}; the backend's answer is {duration(watch.late_ms)} late"
@@ -239,7 +239,3 @@ def cold_because(shall: Shall, engine: str, *, is_reaped: bool) -> str:
         return f"being made cold{by_whom(shall)}: its processes are being ended"
     how = f"; `understudy wake {engine}` starts it" if shall.generation is None else ""
     return f"made cold{by_whom(shall)}: no backend runs{how}"
-
-
-def _asked(shall: Shall) -> str:
-    return f"set to {shall.goal.value}{by_whom(shall)}; `understudy wake` wakes it"

@@ -164,7 +164,7 @@ class Fleet(Gateway):
         elif not cause:
             return
         where = f"{pod.name} at {pod.address}"
-        message = f"{where} is {state}, was {old}"
+        message = f"{where}: {old} → {state}"
         if cause:
             message = f"{where} is lost ({cause}): its streams continue in other pods"
         severity = "warning" if cause or state in BAD_STATES else "info"

@@ -180,4 +180,4 @@ class SleepDoor:
             return f"{self.engine} is {said.state}; requests wait until an engine is awake"
         if does_open:
             return f"{self.engine} is {said.state}; a request wakes it"
-        return f"{self.engine} is {said.state}; wake it with `understudy wake`"
+        return f"{self.engine} is asleep: run `understudy wake`"

@@ -148,8 +148,8 @@ GUARD_BYTES = 32  # `pid N`, padded: overwrites what a dead server wrote
 class PathGuard:
     """An exclusive flock beside a path, with the holder's pid written into it."""
 
-    def __init__(self, guard_path: str, what: str) -> None:
-        """Lock `guard_path` for `what`, which the errors name.
+    def __init__(self, guard_path: str, what: str, elsewhere: str = "--dir") -> None:
+        """Lock `guard_path` for `what`, which the errors name, with the flags for another path.
 
         Raises:
             UnderstudyError: `wire.address_in_use`, with the holder; `wire.no_guard`: the file
@@ -173,7 +173,7 @@ class PathGuard:
             raise UnderstudyError(
                 "wire.address_in_use",
                 f"{what} is already running: {holder or 'an unknown process'} holds"
-                f" {guard_path}; stop it, or choose another --dir",
+                f" {guard_path}; stop it, or choose another {elsewhere}",
                 holder=holder,
                 path=guard_path,
             ) from error
@@ -234,9 +234,11 @@ class Server(BaseServer):
         service: str,
         connections_max: int = CONNECTIONS_MAX,
         per_peer_max: int = CONNECTIONS_PER_PEER_MAX,
+        elsewhere: str = "--dir",
     ) -> None:
+        """`elsewhere`: the flags that choose another path."""
         super().__init__(catalogue, handler, service, connections_max, per_peer_max)
-        self.path = path
+        self.path, self._elsewhere = path, elsewhere
         self._guard_path = f"{path.removesuffix('.sock')}.lock"
         self._guard: PathGuard | None = None
         self._bound: tuple[int, int] | None = None  # identity of our socket file
@@ -249,7 +251,8 @@ class Server(BaseServer):
             UsageError: `wire.path_too_long`, `wire.not_a_socket`.
         """
         sockets.check_path(self.path)
-        self._guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
+        what = f"{self._service} on {self.path}"
+        self._guard = PathGuard(self._guard_path, what, self._elsewhere)
         try:
             sock = _bind(self.path, self._connections_max)
             self._bound = identity_of(self.path)

@@ -438,7 +438,7 @@ def _wanted(facts: Facts, model: Model) -> bool:
     if is_wanted is model.is_wanted or not (is_wanted or facts.demand.is_heard):
         return False
     model.is_wanted = is_wanted
-    who = "a request waits" if facts.demand.tickets(model.name) else "an operator has asked"
+    who = "a request waits" if facts.demand.tickets(model.name) else "an operator asked"
     facts.settle(model, f"{who} for it" if is_wanted else "no request waits for it any more")
     return True
 

@@ -186,7 +186,7 @@ class ModelPool:
             model = facts.models[victim.model]
             why, reason = Leaving.IDLE, "no request came for it"
             if model.is_sleep_ordered:
-                why, reason = Leaving.ORDER, "an operator puts it to sleep"
+                why, reason = Leaving.ORDER, "an operator put it to sleep"
             facts.yields(model, victim.tier, why, reason)
 
 

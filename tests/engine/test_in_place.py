@@ -183,7 +183,7 @@ def test_engine_rests_and_wakes_under_its_token_and_says_so(pod, lock):
             document = engine.status()
             assert document["goal"]["tier"] == "warm"
             assert document["backend"]["kv"] is None
-            assert "at rest" in document["engine"]["reason"]
+            assert "asleep" in document["engine"]["reason"]
             words = [shall(client, Tier.AWAKE), *heard_until(client, "active")]
             assert_no_repeats(words)
             awake = words[-1]

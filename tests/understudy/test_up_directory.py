@@ -54,6 +54,27 @@ async def test_pod_is_announced_before_its_standby_is_ready(directory: Path, mon
     assert "curl http://127.0.0.1:" in said
 
 
+async def test_pod_that_no_request_wakes_is_announced_without_its_models_name(
+    directory: Path, monkeypatch
+):
+    """Method: an engine that fell asleep with `--wake manual` before its standby was ready."""
+    lines: list[str] = []
+    monkeypatch.setattr(pods, "ALONE_AFTER_S", 0.0)
+    async with FakePod(directory) as pod:
+        pod.states["engine-0"] = "resting"
+        rest = {"rest": {"wake": "manual", "engine": {"state": "resting"}}}
+        document = pod.document
+        monkeypatch.setattr(pod, "document", lambda name: document(name) | rest)
+        containers = LocalPod(directory, Path("/m")).containers()
+        await pods.say_welcome(
+            directory, containers, PodRunner([], directory / "log"), lines.append
+        )
+    said = "\n".join(lines)
+    assert "engine-0 is asleep" in said
+    assert "understudy wake --dir" in said
+    assert '"model"' not in said
+
+
 def test_directory_of_another_up_is_refused_at_once_with_its_pid(directory: Path):
     """Method: this process holds the directory as `up` does, before any part runs."""
     with closing(asyncio.run(claim(directory))):

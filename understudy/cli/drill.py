@@ -59,7 +59,7 @@ NOT_TAKEN: dict[str, tuple[set[str], str]] = {
     ),
     "a new pod": (
         {"url", "dir", "replicas"},
-        "add --attach to drill the pod in --dir, --fleet to drill several",
+        "add --attach for --url and --dir, or --fleet for --replicas",
     ),
 }
 

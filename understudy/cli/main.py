@@ -56,12 +56,12 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     several pods behind a front. Arguments after `--` go to all engines' backends.
     """
     arm_from_environment()  # of an init above it, in a container
-    directory = Path(runtime_dir(config["dir"]))
     if config["pool"] is not None:
         given = [*given_flags(NOT_WITH_POOL, config), *arguments[:1]]
         why = "--pool, where the pool file says it for each model"
         refuse_flags("pod.needless_flag", given, why)
     prepare = pod_of(config, arguments)
+    directory = Path(runtime_dir(config["dir"]))
     with terminal() as say:
         killed_by = run_async(lambda: pods.stay_up(prepare, directory, say))
     if killed_by is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from engine.backends.registry import BACKENDS
+from engine.backends.registry import BACKENDS, show_help
 from engine.messages import RANKS_MAX
 from plumbing.errors import UsageError
 from plumbing.pod.paths import DIR
@@ -205,6 +205,7 @@ def fleet_of(
 
 def local_pod(config: Resolved, arguments: tuple[str, ...], ports: Ports) -> LocalPod:
     """The pod of `understudy up`, or of a drill, which has fewer flags."""
+    show_help(config["backend"], arguments)
     model, hub_id = checkpoint_of(config["model"], config["backend"])
     pod = LocalPod(
         Path(),

@@ -17,7 +17,7 @@ from typing import Any
 
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
-from plumbing.text import duration
+from plumbing.text import counted, duration
 from pool.core.states import ModelState
 from understudy.drill.clients import Target, inside_target
 from understudy.drill.killer import (
@@ -154,7 +154,7 @@ class FleetDrill(Drill):
         await self._answers()
         pauses = pauses_at_pod(kill, self.records)
         most = f", at most {duration(max(pauses))}" if pauses else ""
-        kill.result = f"{len(pauses)} streams paused{most}"
+        kill.result = f"{counted(len(pauses), 'stream')} paused{most}"
         return kill
 
     async def _busiest(self) -> tuple[int, str] | str:

@@ -286,7 +286,8 @@ class PodRunner:
                 )
             if waited_s > WAIT_SHOWN_AFTER_S and said != shown:
                 shown = said
-                self._say(f"waiting for {container.name}: {shown}")
+                why = f": {shown}" if kept.last_reply.status else " to start"
+                self._say(f"waiting for {container.name}{why}")
             await asyncio.sleep(LOOK_S)
         if not kept.was_up:
             raise kept.start_failed()

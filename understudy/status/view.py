@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gateway.front_text import history, pods_line, pods_table
-from plumbing.text import duration, since, size, table
+from plumbing.text import counted, duration, since, size, table
 from pool import status_text
 
 Document = Mapping[str, Any]
@@ -53,7 +53,7 @@ def pod_view(
     faults = _faults(lockserver, gms, engines, states)
     if stopping:
         requests, most_ms = awaited({"gateway": gateway, "engines": engines})
-        left = f"{requests} request{'s' * (requests != 1)} in flight"
+        left = f"{counted(requests, 'request')} in flight"
         stops = f"the pod is stopping: {left}, which may take {duration(most_ms)}"
         faults = [stops, *(fault for fault in faults if GONE not in fault)]
     faults += gateway_faults(gateway, lockserver, has_pool=pool is not None)
@@ -360,7 +360,8 @@ def front_view(directory: str, front: Document) -> dict[str, Any]:
 def front_lines(view: Document, events: Sequence[Mapping[str, Any]] | None) -> list[str]:
     """That view as text. `events`: of `--watch`."""
     front, now = view["front"], datetime.now(UTC)
-    out = [f"front  {view['state']}   {pods_line(front)}   {view['dir']}", *pods_table(front, now)]
+    state = "stopping" if front["stopping"] else view["state"]
+    out = [f"front  {state}   {pods_line(front)}   {view['dir']}", *pods_table(front, now)]
     out += [*gateway_lines(front, has_pool=False), f"fleet  {history(front)}"]
     out += [f"! {problem}" for problem in view["problems"][:PROBLEMS_SHOWN]]
     if events is not None:
@@ -493,7 +494,7 @@ def memory_lines(device: Document, now: datetime, engines: Engines) -> list[str]
     lines = [
         f"gms    {device.get('device_uuid')}   {device.get('state')}   "
         f"{device.get('tag', 'weights')} {size(device.get('committed_bytes'))}   "
-        f"{len(sessions)} session{'s' * (len(sessions) != 1)}   {len(waiting)} waiting   "
+        f"{counted(len(sessions), 'session')}   {len(waiting)} waiting   "
         f"{restarts}pid {device.get('pid', '-')}",
         *_kv(device.get("kv") or {}),
     ]

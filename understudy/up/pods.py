@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import engine_states, pool_state, up_guard
 from plumbing.service.clock import SystemClock
+from plumbing.text import counted, join_address
 from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import PoolFile, read_pool_file
 from understudy.drill.clients import Target, inside_target
@@ -309,6 +310,9 @@ async def say_welcome(
         standby = (
             f"{', '.join(whole.standbys)} is in standby" if whole else f"NO standby ({missing})"
         )
+        if not is_open(view["gateway"], is_resting=view["resting"]):  # it answers nothing now
+            who = f"{view['active']} is asleep until `understudy wake`, {standby}."
+            return _lines(who, target, "", directory, "wake", "status")
         who = f"{view['active']} is active, {standby}."
         try:
             model = await model_name(target)
@@ -322,8 +326,10 @@ async def say_welcome(
 
 
 def _lines(who: str, target: Target, model: str, directory: Path, *commands: str) -> list[str]:
-    url = f"http://{target.host}:{target.port}"
-    body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 16})
+    """`model`: empty while no engine tells its name, which a request need not have."""
+    url = f"http://{target.address}"
+    named = {"model": model} if model else {}
+    body = json.dumps({**named, "prompt": "Hello", "max_tokens": 16})
     command = " ".join(program("understudy"))
     return [
         f"{who} Send requests to {url}; Ctrl-C stops it. Try:",
@@ -340,8 +346,9 @@ async def say_fleet(directory: Path, pod: PreparedPod, say: Say) -> None:
     probes = ((each.name, each.startup) for each in pod.containers if each.is_engine)
     gateways = [(name, urlsplit(probe.url)) for name, probe in probes if probe is not None]
     pages = [
-        f"  {name}: http://{each.hostname}:{(each.port or 0) - GATEWAY_PORT + UI_PORT}/"
+        f"  {name}: http://{join_address(str(each.hostname), port - GATEWAY_PORT + UI_PORT)}/"
         for name, each in gateways
+        if (port := each.port)
     ]
     lines = _lines(who, target, await model_name(target), directory, "status")
     for line in ("", *pages, *lines, ""):
@@ -364,5 +371,5 @@ async def say_farewell(directory: Path, say: Say) -> None:
             await asyncio.sleep(FAREWELL_POLL_S)
             continue
         left_s = max(0.0, most_ms - clock.now_ms() + began_ms) / 1000
-        say(f"waiting up to {left_s:.0f} s for {requests} request{'s' if requests > 1 else ''}")
+        say(f"waiting up to {left_s:.0f} s for {counted(requests, 'request')}")
         await asyncio.sleep(SAID_EVERY_S)

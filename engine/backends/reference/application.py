@@ -235,7 +235,7 @@ class ServedModel:
     ) -> web.StreamResponse:
         """`journal`: the tokens of the answer that another engine has made."""
         if body.model is not None and body.model not in self.names:
-            what = f"The model {body.model:.64} does not exist; this is {self.names[0]!r}."
+            what = f"The model {body.model:.64} does not exist; this pod serves {self.names[0]!r}."
             raise UsageError("model_not_found", what)
         is_marked = self.is_marked(request)
         headers = request.headers

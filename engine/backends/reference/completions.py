@@ -130,6 +130,7 @@ BODIES: Mapping[str, type[AnyBody]] = {
     "/v1/chat/completions": ChatBody,
 }
 Usage = Mapping[str, int]
+UNKNOWN = "Object contains unknown field", "The reference backend does not support this value of"
 
 
 def parse_body(path: str, data: bytes) -> AnyBody:
@@ -149,7 +150,8 @@ def parse_body(path: str, data: bytes) -> AnyBody:
     try:
         return msgspec.convert(_plain(document, kind), kind)
     except msgspec.ValidationError as error:
-        raise UsageError("invalid_value", f"{str(error)[:ERROR_CHARS_MAX]}.") from None
+        what = str(error)[:ERROR_CHARS_MAX].replace(*UNKNOWN)
+        raise UsageError("invalid_value", f"{what}.") from None
 
 
 def _plain(document: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:

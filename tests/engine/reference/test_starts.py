@@ -15,21 +15,21 @@ from engine.backends.reference.decoder import KVCache
 from engine.backends.reference.kv_blocks import DEFAULT_CONTEXT, size_kv
 from plumbing.errors import UsageError
 from plumbing.pod.paths import engine_http_socket
-from tests.engine.pod import Engine, Pod, environment, program
+from tests.engine.pod import Engine, Pod, environment
 from tests.engine.stub_lock import StubLock
 from tests.gms.bench import GmsProcess
 from tests.helpers import run_command, until
+from understudy.pod.table import program as console_script
 
 URL = "http://engine/v1/completions"
 
 
-def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path):
-    """Goal: a question is answered. Method: `engine run -- --help` in a place for no pod."""
-    nowhere = tmp_path / "nowhere"
-    done = run_command(
-        [*program("engine"), "run", "--backend=reference", "--dir", nowhere, "--", "--help"],
-        env=environment(),
-    )
+@pytest.mark.parametrize("words", ["engine run", "understudy up", "understudy drill"])
+def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path, words: str):
+    """Goal: a question is answered. Method: ask in a place for no pod."""
+    nowhere, (name, *more) = tmp_path / "nowhere", words.split()
+    command = [*console_script(name), *more, "--backend=reference", "--", "--help"]
+    done = run_command(command, env={**environment(), "UNDERSTUDY_DIR": str(nowhere)})
     assert (done.returncode, done.stderr) == (0, "")
     assert "--tensor-parallel" in done.stdout
     assert not nowhere.exists()

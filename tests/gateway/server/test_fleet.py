@@ -505,6 +505,8 @@ async def test_status_probes_and_metrics_follow_the_pods(bench):
     view = front_view("/d", document)
     assert view["state"] == "degraded"
     assert front_lines(view, None)[0].startswith("front  degraded   1 of 2 pods ready")
+    stopping = front_view("/d", {**document, "stopping": True})
+    assert front_lines(stopping, None)[0].startswith("front  stopping ")
     kinds = [each.type for each in bench.server.log.kept_since(0)]
     assert "gateway.pod" in kinds
 
