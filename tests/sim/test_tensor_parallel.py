@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from engine.core.loading import Loading, Role
-from tests.sim.broken_rules import write_beside_a_dying_process
 from tests.sim.gms_device import SimDevice
 from tests.sim.kit import SEED, replayable, seeds
 from tests.sim.tp_world import Deadlock, World
@@ -88,12 +87,11 @@ class Incurious(Loading):
         return super().attached(rank, {})
 
 
-def planted(roles: tuple[Role, ...], fault_rate: float = 0.0, **attributes: Any) -> None:
+def planted(roles: tuple[Role, ...], **attributes: Any) -> None:
     """Run schedules of a world with a fault planted in it."""
     kind = type("Planted", (World,), attributes)
     for seed in range(60):
         world = kind(seed, roles, devices=2 + seed % 3, has_barrier=True)
-        world.run(400 if fault_rate else 0, fault_rate)
         world.settle()
 
 
@@ -104,13 +102,6 @@ def test_without_the_loader_lock_two_who_may_write_deadlock(loading, roles):
     or never give it back."""
     with pytest.raises(Deadlock):
         planted(roles, loading_type=loading)
-
-
-def test_not_waiting_for_a_dying_process_makes_a_second_copy(monkeypatch):
-    """Goal: the simulation sees a doubling. Method: grants forget what is being freed."""
-    write_beside_a_dying_process(monkeypatch)
-    with pytest.raises(AssertionError, match="doubled"):
-        planted((Role.AUTO, Role.AUTO), fault_rate=0.05)
 
 
 def run_until(world: World, reached: Callable[[], object]) -> None:
