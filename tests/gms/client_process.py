@@ -22,6 +22,15 @@ def say(what: str, **more: Any) -> None:
     print(json.dumps({"is": what, **more}), flush=True)
 
 
+def fork() -> None:
+    """A child that keeps every descriptor and mapping, and outlives this process by a minute."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        signal.pause()
+    say("forked", pid=child)
+
+
 def main() -> None:
     arm_from_environment()
     directory, mode, engine, device = sys.argv[1:5]
@@ -57,11 +66,8 @@ def main() -> None:
             say("committed", epoch=session.epoch)
         elif word == "read" and isinstance(session, Reader):
             say("bytes", first=session.read("t")[0])
-        elif word == "fork":  # a child that keeps every descriptor and mapping
-            child = os.fork()
-            if child == 0:
-                signal.pause()
-            say("forked", pid=child)
+        elif word == "fork":
+            fork()
         elif word == "keep" and isinstance(session, Reader):
             keeper = Keeper(session, on_change=lambda said: say("change", said=said))
             keeper.start()

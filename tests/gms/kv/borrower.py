@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 from gms.client import KvClaim, KvLease, borrow_pool, memory_for
 from plumbing.errors import UnderstudyError
 from plumbing.service.process import arm_from_environment
-from tests.gms.client_process import say
+from tests.gms.client_process import fork, say
 from tests.gms.kv.kv_bench import ERA, INDEX_BYTES
+from tests.helpers import until
 
 
 def main() -> None:
@@ -74,21 +74,8 @@ def text(found: bytes) -> str:
 
 
 def until_state(lease: KvLease, state: str) -> str:
-    """Wait until the lease is in this state."""
-    end = time.monotonic() + 30
-    while lease.state != state:
-        assert time.monotonic() < end, lease.state
-        time.sleep(0.002)
+    until(lambda: lease.state == state, f"the lease to be {state}")
     return state
-
-
-def fork() -> None:
-    """A child that keeps everything and outlives this process."""
-    child = os.fork()
-    if not child:
-        time.sleep(60)
-        os._exit(0)
-    say("forked", pid=child)
 
 
 if __name__ == "__main__":
