@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.machine import LockMachine
-from lockserver.core.names import ServingFile, WitnessFile, WitnessState, name_of
+from lockserver.core.names import WitnessFile, WitnessState, name_of
 from lockserver.messages import GrantedMsg, WantMsg
 
 A = "engine-0-000000000000000a"
@@ -58,32 +58,24 @@ class Shell:
             done += self.feed("time_passed")
         return done
 
-    def serving_due(self) -> list[tuple[str, int]]:
-        return [(each.incarnation, each.seal_at) for each in self._due() if _is_serving(each)]
-
     @property
     def active(self):
         return self.machine.locks["active"]
 
     def due(self) -> list[str]:
-        return [each.incarnation for each in self._due() if not _is_serving(each)]
+        return [each.incarnation for each in self._due()]
 
     def _due(self) -> list[recovery.DueEvidence]:
         return recovery.evidence_due(self.machine.locks, self.machine.supervisors)
 
-    def find_free(self, incarnation: str, token: int = 0) -> list[ev.LockEffect]:
-        """A look finds its witness free, or with a token its serving file."""
-        return self.feed("evidence_gone", self.evidence(incarnation, token))
+    def find_free(self, incarnation: str) -> list[ev.LockEffect]:
+        """A look finds its witness free."""
+        return self.feed("evidence_gone", self.evidence(incarnation))
 
-    def evidence(self, incarnation: str, token: int = 0) -> recovery.DueEvidence:
-        due = [each for each in self._due() if _is_serving(each) == (token > 0)]
-        files = [each.file for each in due if each.incarnation == incarnation]
+    def evidence(self, incarnation: str) -> recovery.DueEvidence:
+        files = [each.file for each in self._due() if each.incarnation == incarnation]
         file = files[0] if files else WitnessFile(name_of(incarnation), 0, 0)
-        return recovery.DueEvidence("active", incarnation, file, token or recovery.SEALED_BYTES)
-
-
-def _is_serving(evidence: recovery.DueEvidence) -> bool:
-    return isinstance(evidence.file, ServingFile)
+        return recovery.DueEvidence("active", incarnation, file)
 
 
 def want(conn, incarnation, lock=None, *, engine=None, supervisor=None, **fields) -> ev.Wanted:

@@ -51,10 +51,3 @@ def test_bad_engine_id_has_no_incarnation(bad):
     with pytest.raises(UsageError) as caught:
         new_incarnation(bad)
     assert caught.value.code == "engine.bad_id"
-
-
-@pytest.mark.parametrize("bad", ["", "engine-0", "../x-00112233445566aa", "e-00112233445566AA"])
-def test_bad_incarnation_has_no_witness(bad):
-    """Goal: no path tricks through incarnations. Method: invalid ones."""
-    with pytest.raises(AssertionError):
-        name_of(bad)

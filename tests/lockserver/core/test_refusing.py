@@ -29,6 +29,8 @@ def but(wanted: ev.Wanted, **fields) -> ev.Wanted:
         (want(9, A, "active", witness_state=WitnessState.UNPROVEN), "lock.witness_unproven"),
         (want(9, A, "active", witness_file=None), "lock.witness_unproven"),
         (want(9, A, "active", token=3), "lock.stale_claim"),
+        (want(9, A, "active", over=1, token=1), "lock.bad_want"),
+        (want(9, A, "active", over=9), "lock.stale_claim"),
     ],
 )
 def test_bad_want_is_refused_by_code_and_changes_no_lock(bad, code):

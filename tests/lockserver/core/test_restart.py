@@ -17,7 +17,6 @@ from tests.lockserver.core.shell import (
     held_by_a,
     refused,
     restarted,
-    sent,
     want,
 )
 
@@ -41,16 +40,6 @@ MODELS = ("a", "b")
 LOST = ev.LockRecord(token=8, unknown=frozenset({"active", "active:a", "active:b"}))
 
 
-def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
-    """Goal: writing a grant of one lock does not record another as free. Method: one of two models'
-    locks settles first."""
-    shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active:a"})), models=MODELS)
-    shell.feed(want(2, B, "active:b"))
-    assert shell.disk.holders["active:b"].incarnation == B
-    assert shell.disk.unknown == {"active:a"}
-    assert restarted(shell, models=MODELS).machine.locks["active:a"].is_unknown
-
-
 def test_restart_reports_the_last_holder_of_each_recovering_lock():
     """Goal: no wait is silent. Method: the events at start, with a holder on file or not."""
     shell = restarted(held_by_a())
@@ -60,17 +49,6 @@ def test_restart_reports_the_last_holder_of_each_recovering_lock():
     first, second = Shell(LOST, models=MODELS).machine.begin()
     assert {first.data["lock"], second.data["lock"]} == {"active:a", "active:b"}
     assert "is not on file" in first.message
-
-
-def test_restart_disconnected_twin_is_dropped_silently():
-    """Goal: the holder on file has precedence. Method: a twin connected first, and was cut off."""
-    shell = restarted(held_by_a())
-    shell.feed(want(9, A2, "active", supervisor="f" * 16))
-    shell.feed("connection_closed", 9)
-    effects = shell.feed(want(1, A, "active"))
-    assert refused(effects) == []
-    assert sent(effects) == [(1, A, 1)]
-    assert list(shell.machine.supervisors) == [f"{'engine-0':0>16}"]
 
 
 def test_restart_of_two_that_hold_different_locks_the_first_one_stays():
@@ -104,13 +82,6 @@ def test_unknown_file_keeps_what_connected_supervisors_name():
     shell.feed("connection_closed", 1)
     assert recovery.scan_is_due(shell.machine.locks)
     assert recovery.kept_witnesses(shell.machine.supervisors) == {name_of(B)}
-
-
-def test_unknown_file_claim_is_written_to_both_slots():
-    """Goal: losing one slot loses no token. Method: count the writes that one claim causes."""
-    shell = Shell(LOST)
-    shell.feed(want(1, A, "active", token=12))
-    assert [record.token for record in shell.written] == [13, 13]
 
 
 def test_unknown_file_claim_of_a_free_witness_is_refused():

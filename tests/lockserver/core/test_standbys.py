@@ -57,14 +57,6 @@ def test_engine_that_a_switchover_prefers_is_the_one_whose_continuation_counts()
     assert continues(shell.feed(asked)) == [True]
 
 
-def test_holder_without_an_id_is_never_told_that_it_is_continued():
-    """Goal: two engines that cannot continue anything are not taken for alike. Method: both without
-    an id."""
-    shell = Shell()
-    effects = [*shell.feed(want(1, A, "active")), *shell.feed(want(2, B, "active"))]
-    assert continues(effects) == [False, False]
-
-
 events = st.one_of(
     st.tuples(st.just("want"), st.integers(0, 2), st.booleans()),
     st.tuples(st.just("close"), st.integers(0, 2), st.just(False)),
