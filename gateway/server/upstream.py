@@ -86,6 +86,9 @@ class IdleConnection(asyncio.Protocol):
             self._owner.close(self)
         self.is_over = True
 
+    def eof_received(self) -> None:
+        self._owner.close(self)  # `connection_lost` comes a turn later, and a request maybe before
+
     def connection_lost(self, error: Exception | None) -> None:
         self._owner.forget(self)
 

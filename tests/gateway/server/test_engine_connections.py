@@ -125,6 +125,15 @@ async def test_an_engine_that_has_closed_is_asked_on_a_fresh_connection(bench, n
 
 
 @scene()
+async def test_a_request_in_the_turn_of_the_engines_close_has_a_fresh_connection(bench, no_break):
+    await one_idle(bench)
+    [[kept]] = bench.exchange.idle_connections.values()
+    kept.eof_received()  # which the loop calls a turn before `connection_lost`
+    assert not bench.exchange.idle_connections
+    assert_whole(await bench.once(CHAT, ASKED))
+
+
+@scene()
 async def test_a_request_that_was_read_is_not_sent_again_at_once(bench, no_break):
     """The engine may have acted on it: that is a break."""
     engine, _ = await one_idle(bench)
