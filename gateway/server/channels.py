@@ -190,10 +190,10 @@ class Channels(asyncio.BufferedProtocol):
     def is_open(self) -> bool:
         return self.opened.is_set() and self._transport is not None
 
-    def open(self, protocol: asyncio.Protocol) -> None:
+    def open(self, protocol: asyncio.Protocol) -> ChannelTransport:
         """Make a channel, and `protocol` its own."""
         self._last_number += 1
-        self._add(protocol)
+        return self._add(protocol)
 
     def retire(self) -> None:
         """Close it at the end of its last channel."""
@@ -217,8 +217,8 @@ class Channels(asyncio.BufferedProtocol):
 
     def forget(self, number: int) -> None:
         self._channels.pop(number, None)
-        if self._is_retired and not self._channels and self._transport is not None:
-            self._transport.close()
+        if self._is_retired and not self._channels:
+            self.abort()
 
     # ------------------------------------------------------------------ asyncio's callbacks
 

@@ -2,9 +2,9 @@
 
 Names come from DNS, such as a headless Service with all its pods, ready or not, from a file that is
 read again when it changes, or as a list. They are looked up each second; what cannot be looked up
-leaves the pods that are known. Each address has two connections. Reports come on the first, which
-is opened again at once when it breaks: the gateway of a pod that lives is there within
-`pods.GONE_MS`. The other one has a channel for each request, and is opened with the first report.
+leaves the pods that are known. Each address has one connection, with a channel for the reports and
+one for each request. It is opened again at once when it breaks: the gateway of a pod that lives is
+there within `pods.GONE_MS`. While no reports come, another one is tried beside it.
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ class PodLinks:
         self._watches: dict[Address, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
         self.problems: dict[str, str] = {}  # by address, as text
-        # The connection for requests by address, with the incarnation that it was opened for.
-        self._channels: dict[str, tuple[int, Channels]] = {}
-        self._opening: dict[str, asyncio.Task[None]] = {}
+        self._channels: dict[str, Channels] = {}  # of each address, the newest connection
         exchange.connect_pod = self._connect
 
     @property
@@ -143,7 +141,7 @@ class PodLinks:
                 self._watches.pop(address).cancel()
                 self.problems.pop(name, None)
                 if name in self._channels:
-                    self._channels.pop(name)[1].abort()
+                    self._channels.pop(name).abort()
 
     # ------------------------------------------------------------------ reports
 
@@ -156,12 +154,9 @@ class PodLinks:
             has_reported = is_refused = is_broken = False
             try:
                 async for report in self._reports(address):
+                    has_reported = True
                     self.problems.pop(name, None)
                     self._exchange.handle(PodHeard(name, report))
-                    # After a partition TCP may not try the old one again for seconds.
-                    if not has_reported or self._find(name) is None:
-                        self._open_soon(name)
-                    has_reported = True
                 is_broken, why = True, "it closed the connection"
             except TimeoutError:
                 why = "it is silent"
@@ -185,17 +180,15 @@ class PodLinks:
             TimeoutError: it is silent.
             OSError, ValueError: there is none, or something else than reports came.
         """
-        async with asyncio.timeout(CONNECT_S):
-            reader, writer = await asyncio.open_connection(
-                *address, limit=REPORT_BYTES_MAX, **self._tls(address)
-            )
+        channels, reader = await self._open(address), asyncio.StreamReader(REPORT_BYTES_MAX)
+        watch = channels.open(asyncio.StreamReaderProtocol(reader))
         try:
-            keep_alive(writer.transport)
-            writer.write(WATCH)
+            watch.write(WATCH)
             async with asyncio.timeout(CONNECT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
             if not head.startswith(b"HTTP/1.1 200 "):
                 raise ValueError(f"it answered {head[:64].decode(errors='replace')!r}")
+            self._channels[text(address)] = channels
             while True:
                 try:
                     async with asyncio.timeout(self._fleet.rules.silent_ms / 1000):
@@ -215,7 +208,29 @@ class PodLinks:
                     raise ValueError("its incarnation has more than 64 bits")
                 yield report
         finally:
-            writer.transport.abort()
+            watch.abort()
+            channels.retire()
+
+    async def _open(self, address: Address) -> Channels:
+        """
+        Raises:
+            OSError, UsageError: there is no connection.
+        """
+        channels = Channels()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                transport, _ = await self._loop.create_connection(
+                    lambda: channels, *address, **self._tls(address)
+                )
+                keep_alive(transport)
+                transport.write(CHANNELS)
+                await channels.opened.wait()
+        finally:
+            if not channels.is_open:
+                channels.abort()
+        if not channels.is_open:
+            raise ConnectionResetError("it closed the connection")
+        return channels
 
     def _is_silent(self, name: str) -> bool:
         pod = self._fleet.pods.get(name)
@@ -239,52 +254,11 @@ class PodLinks:
 
     def _connect(self, pod: str, protocol: asyncio.Protocol, failed: Callable[[], object]) -> None:
         """Give `protocol` a channel to the pod at this address."""
-        channels = self._find(pod)
-        if channels is not None:
-            channels.open(protocol)
-            return
-
-        def opened(_: asyncio.Task[None]) -> None:
-            channels = self._find(pod)
-            if channels is None:
-                failed()
-            else:
-                channels.open(protocol)
-
-        self._open_soon(pod).add_done_callback(opened)
-
-    def _find(self, pod: str) -> Channels | None:
-        """The connection to what is at this address now."""
-        incarnation, channels = self._channels.get(pod, (0, None))
-        known = self._fleet.pods.get(pod)
-        is_same = known is not None and known.incarnation == incarnation
-        return channels if is_same and channels is not None and channels.is_open else None
-
-    def _open_soon(self, pod: str) -> asyncio.Task[None]:
-        if pod not in self._opening:
-            self._opening[pod] = task = self._tasks.create_task(self._open(pod))
-            task.add_done_callback(lambda _: self._opening.pop(pod))
-        return self._opening[pod]
-
-    async def _open(self, pod: str) -> None:
-        known = self._fleet.pods.get(pod)
-        incarnation, channels = 0 if known is None else known.incarnation, Channels()
-        host, _, port = pod.rpartition(":")
-        address = host.strip("[]"), int(port)
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                transport, _ = await self._loop.create_connection(
-                    lambda: channels, *address, **self._tls(address)
-                )
-                keep_alive(transport)
-                transport.write(CHANNELS)
-                await channels.opened.wait()
-        except (OSError, UsageError):  # its watch says why
-            channels.abort()
+        channels = self._channels.get(pod)
+        if channels is None or not channels.is_open:
+            failed()
         else:
-            if pod in self._channels:
-                self._channels[pod][1].retire()
-            self._channels[pod] = incarnation, channels
+            channels.open(protocol)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:

@@ -546,8 +546,7 @@ async def test_streams_of_a_lost_pod_take_the_connection_that_is_open(bench, cer
     links = bench.server.links
     clients = [await bench.ask({**BODY, "n": each}) for each in range(9)]
     await auntil(lambda: by_state(bench.fleet)["streaming"] == 9, "the streams")
-    await auntil(lambda: all(links._find(pod.address) for pod in bench.pods), "connections")
-    links._open = AsyncMock(side_effect=AssertionError)
+    links._open = AsyncMock(side_effect=OSError)
     dead, other = sorted(bench.pods, key=lambda pod: -of_pod(bench, pod))
     most = of_pod(bench, dead)
     bench.let_go()
@@ -573,9 +572,8 @@ async def test_gateway_that_is_replaced_hands_its_streams_to_its_successor(bench
 @in_fleet
 async def test_channel_within_a_channel_is_closed(bench):
     [pod] = await bench.start()
-    await auntil(lambda: bench.server.links._find(pod.address), "the connection")
     protocol = Mock()
-    bench.server.links._find(pod.address).open(protocol)
+    bench.server.links._channels[pod.address].open(protocol)
     protocol.connection_made.call_args.args[0].write(pods_module.CHANNELS)
     await auntil(lambda: protocol.connection_lost.called, "its end")
     check_whole(await (await bench.ask(BODY)).answer(), BODY)
