@@ -26,7 +26,14 @@ from plumbing.pod.models import MODELS_MAX, NAME_PATTERN
 from plumbing.pod.paths import read_device_names
 from plumbing.service.config import duration_s, size_bytes
 from plumbing.text import one_line, split_address
-from pool.core.states import PRIORITY_MAX, TICKETS_MAX, DeviceName, ModelRules, PoolRules
+from pool.core.states import (
+    PRIORITY_MAX,
+    TICKETS_MAX,
+    DeviceName,
+    ModelRules,
+    PoolRules,
+    key_of,
+)
 
 S = TypeVar("S", bound=Struct)
 
@@ -41,7 +48,7 @@ Name = Annotated[
 Argument = Annotated[str, Meta(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]*\Z")]
 
 
-class QueueLimits(Struct, frozen=True, forbid_unknown_fields=True, rename={"wait_ms": "wait"}):
+class QueueLimits(Struct, frozen=True, forbid_unknown_fields=True, rename=key_of):
     """How many requests may wait, in all and for one model, and for how long."""
 
     max: Annotated[int, Meta(ge=1, le=TICKETS_MAX)] = 512

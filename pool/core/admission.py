@@ -68,7 +68,7 @@ def door_of(facts: Facts, model: Model) -> Door:
     was_open = isinstance(model.door, OpenDoor)
     if model.state is ModelState.AWAKE or (model.state in RISING and model.is_again and was_open):
         if model.holder is not None:
-            return OpenDoor(model.holder.engine, model.holder.token)
+            return OpenDoor(model.holder.name, model.token)
         if isinstance(model.door, OpenDoor):
             return model.door
     running = model.running if model.state in FALLING else Running.FINISH

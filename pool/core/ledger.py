@@ -310,8 +310,7 @@ class PoolLedger:
             case EntryKind.COPY:
                 return all(engine.is_gone for engine in model.engines)
             case _:
-                engine = model.engine(key.owner)
-                return engine is not None and engine.is_gone
+                return any(each.is_gone for each in model.engines if each.name == key.owner)
 
     def _is_free(self, model: Model, key: EntryKey) -> bool:
         if key.kind is EntryKind.BASE:

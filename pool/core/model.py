@@ -23,7 +23,6 @@ What a reader may not expect:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 from msgspec import Struct, field
@@ -172,14 +171,6 @@ class Costs(Struct, array_like=True):
         return (self.waking_ms(floor) or 0.0) + (self.resume_ms or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Stander:
-    """Who holds `active:<model>`, by its own word."""
-
-    engine: str
-    token: int
-
-
 class KeptModel(Struct, array_like=True):
     """What outlives a restart, beside its bookings, its sizes and its engines' goals (`saved.py`):
     what is decided, what was learned and what people want."""
@@ -228,7 +219,8 @@ class Model(KeptModel, eq=False, kw_only=True):
     back_off_until_ms: float | None = None
     alarm: str = ""  # its memory should have left long ago
     # Who stands for it.
-    holder: Stander | None = None
+    holder: ModelEngine | None = None  # of `active:<model>`, by its own word
+    token: int = 0  # under which it holds that
     stood: tuple[str, str] | None = None  # engine and incarnation that stood last
     headless_ms: float | None = None  # since when no engine stands for it, though one could
     lost: tuple[str, str] | None = None  # engine and incarnation that have just died
@@ -326,35 +318,27 @@ class Model(KeptModel, eq=False, kw_only=True):
 
     # ------------------------------------------------------------------ its engines
 
-    def engine(self, name: str) -> ModelEngine | None:
-        return next((each for each in self.engines if each.name == name), None)
-
     def stander(self) -> ModelEngine | None:
         """The engine that stands for the model and has said so itself."""
-        holder = self.holder
-        engine = self.engine(holder.engine) if holder is not None else None
-        if engine is None or holder is None or engine.said is None or not engine.incarnation:
+        engine = self.holder
+        if engine is None or engine.said is None or not engine.incarnation:
             return None
-        return engine if engine.said.token == holder.token else None
+        return engine if engine.said.token == self.token else None
 
     def learn_holder(self) -> None:
         """The newest token of a living engine names it. While none has one, the last holder may
         still be who stands: a failover does not ask the pool."""
-        found = [(each.said.token, each.name) for each in self.living() if each.said is not None]
-        token, engine = max(found, default=(0, ""))
+        found = {each.said.token: each for each in self.living() if each.said is not None}
+        token = max(found, default=0)
         if token:
-            self.holder = Stander(engine, token)
+            self.holder, self.token = found[token], token
 
     def living(self) -> Iterator[ModelEngine]:
         return (engine for engine in self.engines if engine.incarnation)
 
     def main(self) -> ModelEngine:
         """The engine that is not the shadow: the holder of the lock, or who would be raised."""
-        if self.holder is not None:
-            holder = self.engine(self.holder.engine)
-            if holder is not None:
-                return holder
-        return self.engines[0]
+        return self.holder or self.engines[0]
 
     @property
     def is_machines_fault(self) -> bool:

@@ -102,9 +102,12 @@ class PooledRules(Struct, frozen=True, forbid_unknown_fields=True):
     client_priority: Priority | None = None
 
 
-class PoolRules(
-    Struct, frozen=True, rename={"margin_bytes": "margin", "starve_after_ms": "starve_after"}
-):
+def key_of(name: str) -> str:
+    """What a setting is called in the pool file: there a value names its own unit."""
+    return name.removeprefix("is_").removesuffix("_ms").removesuffix("_bytes")
+
+
+class PoolRules(Struct, frozen=True, rename=key_of):
     """The settings of the whole pool, by their keys in the pool file. Times are in ms."""
 
     margin_bytes: int = 512 << 20  # of each device, kept free
@@ -113,22 +116,7 @@ class PoolRules(
     quantum_factor: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
 
 
-class ModelRules(
-    Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    rename={
-        "is_pinned": "pinned",
-        "is_on_demand": "on_demand",
-        "min_runtime_ms": "min_runtime",
-        "max_wait_ms": "max_wait",
-        "keep_alive_ms": "keep_alive",
-        "offload_after_ms": "offload_after",
-        "unload_after_ms": "unload_after",
-        "park_ms": "park",
-        "cut_ms": "cut",
-    },
-):
+class ModelRules(Struct, frozen=True, forbid_unknown_fields=True, rename=key_of):
     """The settings of one model that decide when it is awake. Times are in ms; infinite: never."""
 
     devices: Annotated[tuple[DeviceName, ...], Meta(max_length=64)] = ()

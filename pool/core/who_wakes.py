@@ -17,6 +17,7 @@ engine can be asked for (of an engine that is lost, say), it waits, and others g
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from msgspec import Struct
@@ -97,17 +98,17 @@ def plan(
     return _Planner(now_ms, models, devices, rules).plan()
 
 
+@dataclass
 class _Planner:
     """One call. `free` shrinks as models are raised; `room` is what of it no head needs."""
 
-    def __init__(
-        self,
-        now_ms: float,
-        models: Sequence[Model],
-        devices: Mapping[str, DeviceView],
-        rules: PoolRules,
-    ) -> None:
-        self.now_ms, self.models, self.devices, self.rules = now_ms, models, devices, rules
+    now_ms: float
+    models: Sequence[Model]
+    devices: Mapping[str, DeviceView]
+    rules: PoolRules
+
+    def __post_init__(self) -> None:
+        models, devices = self.models, self.devices
         self.free = {name: device.free_bytes for name, device in devices.items()}
         self.room = dict(self.free)
         self.claimed: dict[str, Head] = {}

@@ -571,7 +571,7 @@ def _model(server: PoolServer, model: Model) -> schema.PoolModel:
         parked=sum(each.kind == "parked" for each in tickets),
         in_flight=facts.demand.in_flight(model.name),
         door={"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
-        holder=None if holder is None else schema.PoolHolder(holder.engine, holder.token),
+        holder=None if holder is None else schema.PoolHolder(holder.name, model.token),
         engines=[_engine(server.engines.links[each.name], model) for each in model.engines],
         bytes=booked,
         estimated=sizes is None or sizes.is_estimated,
