@@ -263,7 +263,7 @@ def run_with_lease(
     asked = LeaseMsg(
         lease=lease,
         device=device,
-        size_bytes=size_bytes,
+        bytes=size_bytes,
         since_ms=SystemClock().now_ms(),
         priority=priority,
         program=one_line(os.path.basename(command[0]))[:PROGRAM_CHARS_MAX],
@@ -322,7 +322,7 @@ def _wait(path: str, asked: LeaseMsg, timeout_s: float, say: Callable[[str], Non
             say("the pool is restarting; the lease keeps its place")
             time.sleep(RETRY_S)
         except WaitTimeoutError as error:
-            why = f"the pool could not free {asked.size_bytes} bytes of {asked.device} within"
+            why = f"the pool could not free {asked.bytes} bytes of {asked.device} within"
             why += f" {timeout_s:g} s; see `understudy pool explain`"
             raise WaitTimeoutError("pool.lease_timeout", why) from error
 

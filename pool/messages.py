@@ -17,7 +17,7 @@ from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
 from plumbing.pod.messages import Tier
 from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message, messages_in
-from pool.core.events import DemandCame, Door, Ordered
+from pool.core.events import DemandCame, Door, LeaseAsked, Ordered
 from pool.core.states import (
     BYTES_MAX,
     MODELS_MAX,
@@ -27,7 +27,6 @@ from pool.core.states import (
     ModelName,
     ModelState,
     PooledRules,
-    Priority,
 )
 
 DEVICES_MAX = 64
@@ -75,17 +74,12 @@ class DoorsMsg(Message, frozen=True, tag="doors"):
 # ---------------------------------------------------------------- a lease → pool, and back
 
 
-class LeaseMsg(Message, frozen=True, tag="lease"):
+class LeaseMsg(Message, LeaseAsked, frozen=True, tag="lease"):
     """Book memory for a neighbour: first on its connection, and again after the pool has restarted.
     Every process of the neighbour holds a shared flock on the file `lease_<lease>` in the pod's
     directory, from before this is sent until it is dead. `program`: its name alone, because status
     and file are read by others than its user, and arguments hold secrets."""
 
-    lease: HexId
-    device: DeviceName
-    size_bytes: Annotated[int, Meta(ge=1, le=BYTES_MAX)]
-    since_ms: Millis
-    priority: Priority = 0
     program: Annotated[str, Meta(max_length=256)] = ""
 
 

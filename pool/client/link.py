@@ -42,13 +42,6 @@ class KeptLink(KeptConnection):
         """Stay connected until the task is cancelled."""
         return asyncio.get_running_loop().create_task(self.run())
 
-    async def run(self) -> None:
-        """Stay connected until cancelled."""
-        try:
-            await super().run()
-        finally:
-            self.forget_look()
-
 
 DEMAND_S = 0.005  # between two messages, on average
 AHEAD = 4  # messages that may be sent before their time

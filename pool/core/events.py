@@ -19,6 +19,7 @@ from msgspec import Meta, Struct, field
 
 from plumbing.pod.messages import PoolWord, Tier
 from pool.core.states import (
+    BYTES_MAX,
     MODELS_MAX,
     TICKETS_MAX,
     Count,
@@ -162,11 +163,11 @@ class Ordered(PoolEvent, frozen=True):
 class LeaseAsked(PoolEvent, frozen=True):
     """A neighbour waits for memory, with a witness that lives as long as it does."""
 
-    lease: str
-    device: str
-    bytes: int
-    since_ms: float
-    priority: int = 0
+    lease: HexId
+    device: Annotated[str, Meta(min_length=1, max_length=64)]
+    bytes: Annotated[int, Meta(ge=1, le=BYTES_MAX)]
+    since_ms: Millis
+    priority: Priority = 0
 
 
 class LeaseOver(PoolEvent, frozen=True):

@@ -85,9 +85,6 @@ class Plan(Struct, frozen=True):
     due_ms: float = NEVER_MS
 
 
-_BLOCKED = Wait("")
-
-
 def plan(
     now_ms: float,
     models: Sequence[Model],
@@ -131,11 +128,13 @@ class _Planner:
         claims = self._claims()
         for claim in claims:
             name = claim.model.name
-            decisions[name] = decision = self._excluded(claim) or _BLOCKED
-            before = self._before(claim)
-            if decision is _BLOCKED and before is None:
+            excluded, before = self._excluded(claim), self._before(claim)
+            if excluded is not None:
+                decisions[name] = excluded
+            elif before is None:
                 decisions[name] = self._head(claim)
-            elif decision is _BLOCKED and before is not None:
+            else:
+                decisions[name] = Wait("")  # its place in the order
                 blocked.append((claim, before))
                 self._claim(claim)
         for claim, before in blocked:

@@ -115,25 +115,17 @@ def protection_ms(model: Model, rules: PoolRules) -> float:
     return max(model.rules.min_runtime_ms, rules.quantum_factor * model.switch_ms)
 
 
-def quiet_since_ms(model: Model) -> float:
-    """Since when it had no request; a model that was woken a moment ago has not been asked yet."""
-    return max(model.last_request_ms, model.awake_since_ms or 0.0)
-
-
 def idle_after_ms(model: Model) -> float:
     """For how long it must be quiet to be idle."""
     return min(IDLE_MS_MAX, model.switch_ms)
 
 
-def has_work(model: Model) -> bool:
-    return model.in_flight > 0 or model.ticket is not None
-
-
 def idle_from_ms(model: Model) -> float:
-    """From when it is idle; infinite while it has work."""
-    if has_work(model):
+    """From when it is idle; infinite while it has work. One that was woken a moment ago has not
+    been asked yet."""
+    if model.in_flight or model.ticket is not None:
         return NEVER_MS
-    return quiet_since_ms(model) + idle_after_ms(model)
+    return max(model.last_request_ms, model.awake_since_ms or 0.0) + idle_after_ms(model)
 
 
 # ------------------------------------------------------------------------------------ candidates

@@ -17,7 +17,7 @@ from lockserver.client import witness
 from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Timer
 from plumbing.wire.connection import Connection
-from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
+from pool.core.events import LeaseOver, PoolEvent
 from pool.messages import LeaseGrantedMsg, LeaseMsg
 
 LEASES_MAX = 64  # each is an entry of the ledger, and a file that is tried
@@ -69,10 +69,7 @@ class LeaseDesk:
             held = self.leases[message.lease] = self._new(message.lease)
         held.program, held.pid = message.program, conn.peer.pid
         held.conn, held.request_id, conn.state = conn, request_id, message.lease
-        size_bytes, since_ms = message.size_bytes, message.since_ms
-        self._feed(
-            LeaseAsked(message.lease, message.device, size_bytes, since_ms, message.priority)
-        )
+        self._feed(message)
         self._arm()
 
     def _new(self, lease: str) -> HeldLease:
