@@ -19,7 +19,6 @@ from engine.messages import CONTROL
 from plumbing.pod.messages import EngineReportMsg, EventMsg, SetGoalMsg, Tier
 from plumbing.pod.observers import PeerWatch, ask
 from plumbing.pod.paths import KV_SLAB_PREFIX, engine_socket
-from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 from tests.e2e.pods import Pod, in_pod
 from tests.e2e.processes import Processes
@@ -59,6 +58,13 @@ async def test_switchovers_under_load_lose_and_refuse_no_request(pod: Pod):
     assert (await pod.lock())["switchover"] is None
 
 
+async def told(pod: Pod, engine: str, goal: Tier | None) -> EngineReportMsg:
+    path = engine_socket(str(pod.directory), engine)
+    answer = (await ask(path, CONTROL, SetGoalMsg(goal, "a test"), DEADLINE_S)).message
+    assert isinstance(answer, EngineReportMsg)
+    return answer
+
+
 @pytest.mark.slow
 @in_pod
 async def test_rests_under_streams_lose_and_refuse_no_request(pod: Pod):
@@ -68,16 +74,10 @@ async def test_rests_under_streams_lose_and_refuse_no_request(pod: Pod):
     active = (await pod.whole()).engine
     processes = await pod.engine_tree(active)
 
-    async def told(goal: Tier | None) -> EngineReportMsg:
-        path = engine_socket(str(pod.directory), active)
-        answer = (await ask(path, CONTROL, SetGoalMsg(goal, "test"))).message
-        assert isinstance(answer, EngineReportMsg)
-        return answer
-
     async def until(state: str, goal: Tier) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while True:
-                am = await told(None)
+                am = await told(pod, active, None)
                 if (am.state, am.goal) == (state, goal):
                     return
                 await asyncio.sleep(POLL_S)
@@ -85,15 +85,15 @@ async def test_rests_under_streams_lose_and_refuse_no_request(pod: Pod):
     async with pod.load() as load:
         for _ in range(TIMES):
             await load.answers(1)
-            await told(Tier.WARM)
+            await told(pod, active, Tier.WARM)
             await until("active", Tier.AWAKE)  # it was woken by the gateway
         await load.answers()
         load.lost_nothing()
     assert with_kv_memory(pod)
-    await told(Tier.WARM)
+    await told(pod, active, Tier.WARM)
     await until("resting", Tier.WARM)
     assert not with_kv_memory(pod)
-    await told(Tier.AWAKE)
+    await told(pod, active, Tier.AWAKE)
     assert (await pod.whole()).engine == active
     assert await pod.engine_tree(active) == processes
 
@@ -144,11 +144,6 @@ async def killed_when(pod: Pod, engine: str, state: str, pid: int) -> AsyncItera
         await watch.close()
 
 
-def put_to_rest(pod: Pod, engine: str) -> None:
-    with BlockingClient(engine_socket(str(pod.directory), engine), m.CONTROL) as client:
-        client.request(SetGoalMsg(Tier.WARM, "a test"), timeout_s=30)
-
-
 @pytest.mark.slow
 @in_pod
 async def test_process_killed_at_each_step_of_a_rest_and_a_wake_loses_no_request(pod: Pod):
@@ -165,7 +160,7 @@ async def test_process_killed_at_each_step_of_a_rest_and_a_wake_loses_no_request
                     pod.grants(old) as grants,
                     killed_when(pod, before.engine, state, pid) as killer,
                 ):
-                    await asyncio.to_thread(put_to_rest, pod, before.engine)
+                    await told(pod, before.engine, Tier.WARM)
                     await auntil(killer.has_killed, f"{before.engine} to be {state}")
                     await pod.whole_after(before.token)
                 assert not grants.made[0].alive
