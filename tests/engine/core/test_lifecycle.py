@@ -17,7 +17,6 @@ from tests.engine.core.lifecycles import (
     INC,
     KEEP_GOAL,
     KILL,
-    NEXT,
     REAPED,
     RELAUNCH,
     SAMPLES,
@@ -146,15 +145,6 @@ def test_permanent_fault_ends_the_engine_with_its_sentence():
         engine = engine_in(State.INIT)
         assert played(engine, *events, REAPED)[-1] is EXIT
         assert exit_of(engine) == (2, "model.safetensors is cut short")
-
-
-def test_crash_loop_ends_the_engine():
-    """The verdict comes with `Reaped`: no relaunch, exit 1 with the verdict as the reason."""
-    engine = engine_in(State.INIT)
-    assert played(engine, DIED, ev.Reaped("crash loop: …"))[-1] is EXIT
-    assert exit_of(engine) == (1, "crash loop: …")
-    with pytest.raises(IllegalEvent):
-        engine.handle(ev.Launch(NEXT))
 
 
 def test_every_state_that_can_hang_has_a_way_out_by_time():

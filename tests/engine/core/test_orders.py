@@ -182,34 +182,6 @@ def test_terminate_while_dead():
 # ---------------------------------------------------------------- resting, handing over in place
 
 
-def test_hand_over_in_place_gives_the_lock_up_and_queues_again():
-    """Goal: a switchover costs no relaunch. Method: hand over, drained, rested; then the old grant
-    arrives once more, and then a new one."""
-    engine = engine_in(State.ACTIVE, can_rest=True)
-    assert asked(engine, HAND_OVER, ev.Drained()) == [DRAIN]
-    assert engine.now.hand_over  # so that the KV cache is kept
-    effects = engine.handle(ev.Rested())
-    assert (path_of(effects), effects[-1]) == ([State.STANDBY], TELL)
-    assert (engine.now.token, engine.now.over, engine.now.hand_over) == (0, 7, None)
-    assert engine.handle(ev.Granted(INC, 7)) == []
-    assert engine.state is State.STANDBY
-    assert asked(engine, ev.Granted(INC, 9)) == [ASK, TELL]
-    assert path_of(played(engine, *SERVED)) == [State.ACTIVE]
-
-
-def test_rest_keeps_the_lock_and_wakes_under_the_same_token():
-    """Goal: a switch needs no grant, and leaves streams to the gateway. Method: to rest and back,
-    twice."""
-    engine = engine_in(State.ACTIVE, can_rest=True)
-    for _ in range(2):
-        effects = played(engine, *RESTING_LINE)
-        assert engine.now.resumes
-        assert path_of(effects) == [State.DRAINING, State.RELEASING, State.RESTING]
-        assert (engine.now.token, engine.now.over, TELL in effects) == (7, 0, False)
-        assert engine.handle(WAKE)[-1] is ASK
-        assert path_of(played(engine, *SERVED)) == [State.ACTIVE]
-
-
 @pytest.mark.parametrize("steps", range(3))
 def test_goal_that_changes_back_on_the_way_is_obeyed_at_rest(steps):
     """Goal: no goal is lost. Method: asked to wake while draining and releasing: it rests first,
@@ -224,16 +196,6 @@ def test_goal_below_awake_while_waking_waits_until_active():
     """Goal: a wake is never broken off (H16). Method: asked to rest while waking."""
     engine = engine_in(State.WAKING, can_rest=True)
     assert path_of(played(engine, SLEEP, *SERVED)) == [State.ACTIVE, State.DRAINING]
-
-
-def test_standby_with_a_goal_is_granted_into_rest_and_can_hand_over_from_there():
-    """Goal: whoever stands for a model at rest rests, too. Method: the goal first, then the grant;
-    then a hand-over, for which nothing is asked of the backend."""
-    engine = engine_in(State.STANDBY, can_rest=True)
-    assert engine.handle(SLEEP) == [KEEP_GOAL]
-    effects = played(engine, MAIN_LINE[2], HAND_OVER)
-    assert path_of(effects) == [State.RESTING, State.STANDBY]
-    assert (effects.count(TELL), ASK in effects, engine.now.over) == (2, False, 7)
 
 
 @pytest.mark.parametrize("before", [1, 2])
@@ -260,28 +222,6 @@ def test_sigterm_wins_over_a_rest():
     for state in (State.RELEASING, State.RESTING):
         engine = engine_in(state)
         assert asked(engine, ev.Terminate(), REAPED) == [KILL, TELL, TELL, EXIT]
-
-
-@pytest.mark.parametrize("end", [ev.BudgetSpent(1000), ev.Failed("kv_resident", "left")])
-@pytest.mark.parametrize("first", [SLEEP, HAND_OVER])
-def test_rest_that_is_not_proven_ends_the_tree(end, first):
-    """Goal: H18. Method: the budget of releasing ends, or a rank differs; also for a hand-over,
-    which then counts as a failure."""
-    engine = engine_in(State.ACTIVE, can_rest=True)
-    played(engine, first, ev.Drained())
-    assert asked(engine, end) == [KILL]
-    engine.handle(REAPED)
-    assert (engine.now.is_handed_over, engine.now.over) == (False, 0)
-
-
-def test_goal_outlives_the_incarnation_and_the_supervisor():
-    """Goal: who stands asleep stays asleep. Method: die at rest and be launched and granted again;
-    the same with a new machine that was told the goal."""
-    engine, later = engine_in(State.RESTING), Lifecycle(goal=Tier.WARM)
-    played(engine, DIED, REAPED)
-    for each in (engine, later):
-        played(each, ev.Launch(NEXT), ev.Prepared(can_rest=True), ev.Granted(NEXT, 9))
-        assert each.state is State.RESTING
 
 
 # ---------------------------------------------------------------- where the weights are
@@ -478,17 +418,6 @@ def test_goal_that_stands_after_each_word(goals):
     for goal, stands in goals:
         engine.handle(goal)
         assert engine.now.shall.goal is stands
-
-
-def test_newest_generation_is_kept_over_a_death_and_by_the_next_supervisor():
-    """Goal: an older goal is recognised later. Method: a newer goal of the same tier; then an older
-    one, after a death, and of a new machine that was told the generation."""
-    engine = engine_in(State.STANDBY)
-    assert played(engine, pool(Tier.WARM, 3), pool(Tier.WARM, 4)) == [KEEP_GOAL, KEEP_GOAL]
-    played(engine, DIED, REAPED, ev.Launch(NEXT))
-    later = Lifecycle(goal=Tier.WARM, generation=GoalGeneration("e", 1, 4))
-    for each in (engine, later):
-        assert each.handle(pool(Tier.COLD, 3)) == []
 
 
 @pytest.mark.parametrize("era", ["e", "a.b", "0123456789abcdef"])
