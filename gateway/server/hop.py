@@ -32,6 +32,7 @@ from gateway.server.requests import HttpRequest, Intake
 from gateway.server.responses import OwnAnswer
 from plumbing.gateway_protocol import CHANNELS_PATH, WATCH_PATH, Continuation, PodModel, PodReport
 from plumbing.service.hosts import bind
+from plumbing.text import join_address
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.tcp import Security
 from pool.core.events import ShutDoor
@@ -108,7 +109,7 @@ class HopDoor:
         sock = bind(host, port, "--hop", BACKLOG)
         self.port = sock.getsockname()[1]
         fd = OwnedFd(sock.detach())
-        self._security, self.address = security, f"{host}:{self.port}"
+        self._security, self.address = security, join_address(host, self.port)
         self._listener = ServiceListener(fd, self, tls, keepalive=KEEPALIVE, most=CONNECTIONS_MAX)
         self._tick()
 

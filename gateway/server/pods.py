@@ -26,7 +26,7 @@ from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import KEEPALIVE, POD, fleet_security
 from plumbing.errors import UsageError
 from plumbing.gateway_protocol import CHANNELS_PATH, VERSION, WATCH_PATH, PodReport
-from plumbing.text import one_line, split_address
+from plumbing.text import join_address, one_line, split_address
 from plumbing.wire.tcp import reason_of
 
 LOOK_UP_S = 1.0
@@ -129,12 +129,12 @@ class PodLinks:
     def _follow(self, found: set[Address]) -> None:
         known = {each for each, pod in self._fleet.pods.items() if pod.is_named}
         for address in found:
-            if text(address) not in known:
-                self._exchange.handle(PodNamed(text(address), True))
+            if join_address(*address) not in known:
+                self._exchange.handle(PodNamed(join_address(*address), True))
             if address not in self._watches:
                 self._watches[address] = self._tasks.create_task(self._watch(address))
         for address in set(self._watches) - found:
-            name = text(address)
+            name = join_address(*address)
             if name in known:
                 self._exchange.handle(PodNamed(name, False))
             if name not in self._fleet.pods:  # gone, and no longer named
@@ -149,7 +149,7 @@ class PodLinks:
         """Only an end of the connection, or a refusal, says that the gateway there is gone. Silence
         says nothing: a new connection may be heard where the old one is not, after a partition or
         at an address that another pod has now."""
-        retry_s, name = 0.0, text(address)
+        retry_s, name = 0.0, join_address(*address)
         while True:
             has_reported = is_refused = is_broken = False
             try:
@@ -188,13 +188,13 @@ class PodLinks:
                 head = await reader.readuntil(b"\r\n\r\n")
             if not head.startswith(b"HTTP/1.1 200 "):
                 raise ValueError(f"it answered {head[:64].decode(errors='replace')!r}")
-            self._channels[text(address)] = channels
+            self._channels[join_address(*address)] = channels
             while True:
                 try:
                     async with asyncio.timeout(self._fleet.rules.silent_ms / 1000):
                         line = await reader.readline()
                 except TimeoutError:
-                    if self._is_silent(text(address)):
+                    if self._is_silent(join_address(*address)):
                         raise
                     continue  # it is this process that was late
                 if not line:
@@ -267,8 +267,3 @@ def keep_alive(transport: asyncio.BaseTransport) -> None:
     for level, option, value in KEEPALIVE if sock is not None else ():
         with contextlib.suppress(OSError):
             sock.setsockopt(level, option, value)
-
-
-def text(address: Address) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -33,6 +33,7 @@ from plumbing.service.http import HttpServer, Probe
 from plumbing.service.metrics import Metrics
 from plumbing.service.notify import restarts
 from plumbing.service.signals import SignalInbox
+from plumbing.text import join_address
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -245,7 +246,7 @@ class FrontServer(GatewayProgram):
         await self.open()
         host, port = self.settings.listen
         sock = bind(host, port, "--listen", BACKLOG)
-        self.address = f"{host}:{sock.getsockname()[1]}"
+        self.address = join_address(host, sock.getsockname()[1])
         self.exchange.accept(OwnedFd(sock.detach()))
         self.accepting_ms = self.clock.now_ms()
         self.log.record("gateway.accepting", f"accepts connections on {self.address}")

@@ -39,7 +39,7 @@ from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.service.clock import Clock, moment
 from plumbing.service.http import Probe
 from plumbing.service.init import SUCCEEDS_ENV
-from plumbing.text import duration
+from plumbing.text import duration, join_address
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -150,7 +150,7 @@ class GatewayServer(GatewayProgram):
             await super().close()
             raise
         self._is_open = True
-        where = f"probes on {self.http.host}:{self.http.port}"
+        where = f"probes on {join_address(self.http.host, self.http.port)}"
         message = f"started in {self.settings.directory}, {where}"
         self.log.record("gateway.started", message, data={"http_port": self.http.port})
 
