@@ -155,7 +155,7 @@ class GatewayHop(Schema):
     address: Annotated[str, "where fronts connect (`--hop`)"]
     pod: Annotated[str, "the pod's name in reports to fronts"]
     fronts: Annotated[int, "fronts that it reports to"]
-    connections: Annotated[int, "connections of fronts"]
+    requests: Annotated[int, "their requests"]
     leaving_ms: Annotated[float | None, "time left to a pod that leaves; null: it does not"]
 
 

@@ -156,7 +156,8 @@ class HopDoor:
 
     def status(self) -> GatewayHop:
         names = self.address, self.pod
-        return GatewayHop(*names, len(self._watching), len(self.clients), self.leaving_ms)
+        fronts = len(self._watching)
+        return GatewayHop(*names, fronts, len(self.clients) - fronts, self.leaving_ms)
 
     # ------------------------------------------------------------------ for connections
 

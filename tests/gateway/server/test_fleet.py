@@ -561,6 +561,8 @@ async def test_streams_of_a_lost_pod_take_the_connection_that_is_open(bench, cer
 async def test_gateway_that_is_replaced_hands_its_streams_to_its_successor(bench):
     [old] = await bench.start(hold_after_groups=4)
     client = await bench.stream()
+    said = old.hop.status()
+    assert (said.fronts, said.requests) == (1, 1)
     old.hop.stop()
     new = await bench.pod(port=old.hop.port)
     for each in (client, await bench.ask(BODY)):
