@@ -262,6 +262,8 @@ class _Marked:
     async def hand_over(self) -> None:
         """Say so, behind a whole group, and send nothing more. Each group of events is one write,
         and what was written is still sent after a close: so the stream ends behind a whole one."""
+        if self._is_over:
+            return
         self._is_over, self._events = True, [hop.HANDED_OVER]
         try:
             async with asyncio.timeout(HAND_OVER_S):
@@ -301,6 +303,7 @@ class _Marked:
             self._events.append(hop.group_end(tokens, chunks))
         if self._answer.is_whole:
             self._events.append(hop.END)
+        self._is_over = True
         await self._write(more_body=False)
 
     async def _end_group(self) -> None:
