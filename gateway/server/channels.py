@@ -29,6 +29,7 @@ FRAME_BYTES_MAX = 16 * 1024  # a record of TLS; other channels' frames go betwee
 BUFFER_BYTES = 4 * FRAME_BYTES_MAX  # to read into
 CLOSED, OPENED, READ = 1 << 29, 1 << 30, 1 << 31
 CHANNELS_MAX = 4096  # of one front
+STRAY_BYTES = 64  # enough for the first line of HTTP
 _HEAD = struct.Struct(">QI")
 
 
@@ -184,6 +185,7 @@ class Channels(asyncio.BufferedProtocol):
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._rest_bytes = 0  # at its beginning, of a frame that is not whole
         self.opened = asyncio.Event()  # or lost
+        self.stray = b""  # what came in the place of `OPENED`, its beginning
         self._is_retired = False
 
     @property
@@ -259,6 +261,7 @@ class Channels(asyncio.BufferedProtocol):
         if at and self._rest_bytes:
             self._buffer[: self._rest_bytes] = data[at:]
         if not is_right:
+            self.stray = b"" if self.opened.is_set() else data[:STRAY_BYTES]
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:

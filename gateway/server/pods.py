@@ -215,6 +215,7 @@ class PodLinks:
         """
         Raises:
             OSError, UsageError: there is no connection.
+            ValueError: it is no pod's.
         """
         channels = Channels()
         try:
@@ -228,6 +229,8 @@ class PodLinks:
         finally:
             if not channels.is_open:
                 channels.abort()
+        if channels.stray:
+            raise ValueError(f"it answered {channels.stray.decode(errors='replace')!r}")
         if not channels.is_open:
             raise ConnectionResetError("it closed the connection")
         return channels

@@ -11,6 +11,7 @@ import itertools
 import json
 import socket
 import ssl
+import struct
 import time
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -40,6 +41,7 @@ from gateway.schema import FrontStatus
 from gateway.server import hop as hop_module
 from gateway.server import pods as pods_module
 from gateway.server import upstream as upstream_module
+from gateway.server.channels import FRAME_BYTES_MAX, OPENED
 from gateway.server.hop import fleet_security
 from gateway.server.pods import PODS_MAX, PodNames
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
@@ -259,11 +261,33 @@ REPORT = PodReport("liar", 1, {}, 0)
 @in_fleet
 async def test_pod_whose_reports_cannot_be_read_harms_nobody(bench, said):
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(said)
+        writer.write(struct.pack(">QI", 0, OPENED))
+        for _ in range(2):  # it asks for channels, and in the first one for reports
+            await reader.readuntil(b"\r\n\r\n")
+        for at in range(0, len(said), FRAME_BYTES_MAX):
+            part = said[at : at + FRAME_BYTES_MAX]
+            writer.write(struct.pack(">QI", 1, len(part)) + part)
         with contextlib.suppress(OSError):
             await reader.read()  # until the front has closed it
         writer.transport.abort()
 
+    await name_liar(bench, lie)
+    check_whole(await (await bench.ask(BODY)).answer(), BODY)
+
+
+@in_fleet
+async def test_answer_of_what_is_no_hop_is_quoted(bench):
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 Not Found\r\n\r\n")
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.transport.abort()
+
+    assert "404 Not Found" in await name_liar(bench, lie)
+
+
+async def name_liar(bench: FleetBench, lie: Any) -> str:
+    """What a front says of it beside a pod."""
     liar = await asyncio.start_server(lie, "127.0.0.1", 0)
     [pod] = await bench.start()
     port = liar.sockets[0].getsockname()[1]
@@ -272,9 +296,9 @@ async def test_pod_whose_reports_cannot_be_read_harms_nobody(bench, said):
     await auntil(lambda: address in bench.server.links.problems, "the problem")
     assert bench.fleet.pods[address].report is None
     assert any(each.startswith(f"{address}: ") for each in bench.server.document()["problems"])
-    assert bench.server.links.problems[address].isprintable()
-    check_whole(await (await bench.ask(BODY)).answer(), BODY)
     liar.close()
+    assert bench.server.links.problems[address].isprintable()
+    return bench.server.links.problems[address]
 
 
 async def test_names_are_limited_and_what_cannot_be_looked_up_changes_nothing(tmp_path):
