@@ -9,8 +9,9 @@ has not read, so a reader that is slow stops its own channel only. A front opens
 frame with a new number does.
 
 A frame begins with the number of its channel, in eight bytes, and a word of four. A word up to
-`FRAME_BYTES_MAX` is the size of the data that follow. Nothing follows the other ones: `CLOSED`;
-`READ` and more, so many bytes have been read; and `OPENED`, by the pod, once, of no channel.
+`FRAME_BYTES_MAX` is the size of the data that follow. The other words are frames without data.
+`CLOSED` ends the channel. `READ` plus a number of bytes lets the other end send as many more. The
+pod sends `OPENED` once, with the number 0, when the connection has become one of channels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, cast
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
-Accept: TypeAlias = "Callable[[], asyncio.Protocol]"
 
 WINDOW_BYTES = 64 * 1024  # at a round trip of 0.2 ms 320 MB/s, and what a stalled client keeps here
 FRAME_BYTES_MAX = 16 * 1024  # a record of TLS; other channels' frames go between
@@ -37,7 +37,7 @@ class ChannelTransport(asyncio.Transport):
     """One end of a channel."""
 
     __slots__ = (
-        *("_closing", "_connection", "_has_ended", "_high_bytes", "_is_full", "_is_lost"),
+        *("_is_closing", "_connection", "_has_ended", "_high_bytes", "_is_full", "_is_lost"),
         *("_is_paused", "_number", "_protocol", "_read_bytes", "_room_bytes", "_unread"),
         *("_unread_bytes", "_unsent"),
     )
@@ -52,14 +52,14 @@ class ChannelTransport(asyncio.Transport):
         self._unread_bytes = 0
         self._is_paused = False
         self._has_ended = False  # the other end has closed; what is unread comes first
-        self._closing = False  # behind what is unsent
+        self._is_closing = False  # behind what is unsent
         self._is_lost = False
 
     # ------------------------------------------------------------------ of a transport
 
     def write(self, data: Buffer) -> None:
         size = len(data)
-        if self._closing or self._is_lost or not size:
+        if self._is_closing or self._is_lost or not size:
             return
         if size > self._room_bytes or size > FRAME_BYTES_MAX or self._unsent:
             self._unsent += data
@@ -72,7 +72,7 @@ class ChannelTransport(asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def close(self) -> None:
-        self._closing = True
+        self._is_closing = True
         if not self._unsent:
             self.abort()
 
@@ -84,7 +84,7 @@ class ChannelTransport(asyncio.Transport):
             asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
 
     def is_closing(self) -> bool:
-        return self._closing or self._is_lost
+        return self._is_closing or self._is_lost
 
     def can_write_eof(self) -> bool:
         return False
@@ -133,7 +133,7 @@ class ChannelTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
     def read(self, size: int) -> None:
-        """The other end has read so many bytes more."""
+        """The other end has read this many bytes, and takes as many more."""
         self._room_bytes += size
         self._send_unsent()
 
@@ -146,7 +146,7 @@ class ChannelTransport(asyncio.Transport):
             del unsent[: len(data)]
             self._room_bytes -= len(data)
             self._connection.send(self._number, len(data), data)
-        if self._closing and not unsent:
+        if self._is_closing and not unsent:
             self.abort()
         elif not self._is_full and len(unsent) > self._high_bytes:
             self._is_full = True
@@ -160,7 +160,7 @@ class ChannelTransport(asyncio.Transport):
         if self._read_bytes >= WINDOW_BYTES // 2:
             self._connection.send(self._number, READ + self._read_bytes)
             self._read_bytes = 0
-        if not self._closing:
+        if not self._is_closing:
             self._protocol.data_received(data)
 
     def _read_on(self) -> None:
@@ -175,7 +175,7 @@ class ChannelTransport(asyncio.Transport):
 class Channels(asyncio.BufferedProtocol):
     """One connection, from when it is its protocol."""
 
-    def __init__(self, accept: Accept | None = None) -> None:
+    def __init__(self, accept: Callable[[], asyncio.Protocol] | None = None) -> None:
         """`accept`: gives the protocol of a channel that the other end opens."""
         self._accept = accept
         self._transport: asyncio.Transport | None = None  # while it is connected

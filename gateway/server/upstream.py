@@ -37,11 +37,10 @@ from typing import Protocol, TypeAlias, cast
 from gateway.core.client_request import Attempt
 from gateway.core.events import AnswerEnded, BreakCause, GatewayEffect, GatewayEvent, HeadCame
 from gateway.core.fleet import AHEAD_MS
+from gateway.server.channels import Buffer
 from gateway.server.client import ClientConnection
 from gateway.server.responses import ResponseReader
 from plumbing.gateway_protocol import END, GROUP_MARK, HANDED_OVER, Continuation, read_group_end
-
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
 def send_now(connection: socket.socket, parts: Sequence[Buffer]) -> Sequence[Buffer]:

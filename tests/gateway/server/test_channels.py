@@ -20,7 +20,7 @@ from tests.helpers import auntil
 
 
 class End(asyncio.Protocol):
-    """Notes what it is told; `echoes` what it reads."""
+    """A protocol that records its calls; with `echoes` it writes back what it reads."""
 
     def __init__(self, echoes: bool = False) -> None:
         self.read, self.lost, self.echoes = bytearray(), [], echoes
