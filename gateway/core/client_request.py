@@ -25,7 +25,7 @@ After each of them the shell looks at the outbox, as a cold thing may have happe
     if data:
         client.write(data)
     if gateway.outbox:
-        perform(gateway.handle(Tick(), now_ms))
+        perform(gateway.handle(None, now_ms))
 
 The surprising thing: bytes and tokens are taken in by one statement, and the bytes go to the client
 in the same call. What a client was sent and what the journal has cannot differ.
@@ -51,7 +51,7 @@ from gateway.core.replay import (
     Transcript,
 )
 from plumbing.errors import InvariantError
-from plumbing.gateway_protocol import ITEM_BYTES, Hello
+from plumbing.gateway_protocol import Hello
 from plumbing.transitions import Table
 
 
@@ -246,11 +246,9 @@ class ClientRequest:
         if self.is_lean:  # nothing is kept, not even the body once it was sent
             change, self.charged_bytes = REQUEST_BYTES - self.charged_bytes, REQUEST_BYTES
             return change
-        self.transcript.pack()
-        journal_bytes = ITEM_BYTES * (len(self.tokens) + len(self.chunks))
         room = BLOCK_BYTES if self.state is RequestState.STREAMING else 0
-        weight = REQUEST_BYTES + self.body_bytes + self.held_bytes + journal_bytes
-        weight += self.transcript.packed_bytes + room
+        weight = REQUEST_BYTES + self.body_bytes + self.held_bytes + room
+        weight += self.transcript.pack()
         change = weight - self.charged_bytes
         self.charged_bytes = weight
         self.transcript.room_bytes = room

@@ -175,9 +175,9 @@ class Fleet(Gateway):
 
     def _send_due(self) -> None:
         # Each pod has a limit of its own, of the same size.
-        ready = sum(self.state(pod) is PodState.READY for pod in self.pods.values()) or 1
         turns = self.queue.due(
-            *(lambda: self.resuming // ready, lambda: self._company, self._now_ms)
+            *(lambda: self.resuming // (len(self._ready) or 1), lambda: self._company),
+            self._now_ms,
         )
         for request in turns:
             place = self._place_for(request)
@@ -185,14 +185,20 @@ class Fleet(Gateway):
                 request.not_before_ms = self._now_ms + ASIDE_MS
                 request.refusals = 0  # it is not full pods that it waits for: let others pass
                 self.queue.add(request)
-            elif request.body_bytes > (limit := place.pod.hello(place.model).body_bytes_max):
+            elif request.body_bytes > (limit := place.pod.body_bytes_max):
                 sizes = {"size": request.body_bytes, "limit": limit}
                 self.fail(request, failure("gateway.body_too_large", **sizes))
             else:
-                self._send_to(request, *place)
+                self._send_to(request, place)
 
-    def _send_to(self, request: ClientRequest, pod: Pod, model: PodModel, by: Choice) -> None:
-        name = request.model
+    @property
+    def _ready(self) -> list[Pod]:
+        now_ms, silent_ms = self._now_ms, self.rules.silent_ms
+        pods = self.pods.values()
+        return [pod for pod in pods if pod.state(now_ms, silent_ms) is PodState.READY]
+
+    def _send_to(self, request: ClientRequest, place: Place) -> None:
+        pod, model, _, by = place
         old = self._sent.get(request.number)
         new = Sent(pod, pod.incarnation, model.token, model.era)
         if old is not None:
@@ -208,7 +214,7 @@ class Fleet(Gateway):
         self.choices[by] += 1
         if old is not None and old.pod is not pod and request.state is RequestState.PARKED:
             self.moves[self._why_moved(old)] += 1
-        pod.sent[name] += 1
+        pod.sent[request.model] += 1
         self.send(request, pod.incarnation, pod.hello(model), self._now_ms)
 
     def _why_moved(self, old: Sent) -> str:
@@ -219,11 +225,11 @@ class Fleet(Gateway):
 
     def _place_for(self, request: ClientRequest) -> Place | None:
         """Where it goes now; None: it waits."""
-        name, key = request.model, request.key
+        key = request.key
         sent = self._sent.get(request.number)
         places = self._places(request)
         if sent is None:
-            return choose(places, name, key)
+            return choose(places, key)
         is_same = sent.pod.incarnation == sent.incarnation
         here = [each for each in places if each.pod is sent.pod and is_same]
         others = [
@@ -231,7 +237,7 @@ class Fleet(Gateway):
             for each in places
             if each not in here and each.pod.incarnation not in sent.refused_by
         ]
-        found = choose(others, name, key)
+        found = choose(others, key)
         stays = not sent.leaves and is_same
         if stays and not sent.pod.is_gone and sent.breaks <= AGAIN_MAX and not sent.refused_by:
             since_ms = self._now_ms - sent.broke_ms
@@ -242,16 +248,15 @@ class Fleet(Gateway):
         if found is not None:
             return found
         sent.refused_by.clear()
-        return choose(here, name, b"") if not sent.leaves else None
+        return choose(here, b"") if not sent.leaves else None
 
     def _places(self, request: ClientRequest) -> list[Place]:
         """All pods that could take it, full ones too."""
-        name = request.model
-        ready = [pod for pod in self.pods.values() if self.state(pod) is PodState.READY]
-        named = [Place(pod, model) for pod in ready if (model := pod.model(name)) is not None]
+        name, ready = request.model, self._ready
+        named = [(pod, model) for pod in ready if (model := pod.model(name)) is not None]
         if not named:
-            named = [Place(pod, model) for pod in ready if (model := pod.any_model) is not None]
-        found = [each for each in named if serves(each.model)]
+            named = [(pod, model) for pod in ready if (model := pod.any_model) is not None]
+        found = [Place(pod, model, pod.sent.get(name, 0)) for pod, model in named if serves(model)]
         if request.state is not RequestState.PARKED:
             return found
         found = [each for each in found if each.pod.suspended_ms <= self._now_ms]
@@ -482,7 +487,7 @@ class Fleet(Gateway):
                 continue
             if state is not PodState.LEAVING or not self._computes_ahead(request, place.pod):
                 self.broke(attempt, BreakCause.MOVED, now_ms, state)
-                self._send_to(request, *place)
+                self._send_to(request, place)
             moving[place.pod.address] += 1
 
     def _heir(
@@ -490,7 +495,6 @@ class Fleet(Gateway):
     ) -> Place | None:
         """Where this one goes. During a rollout to pods that were replaced already, as far as they
         have room: elsewhere it would have to move again."""
-        name, key = request.model, request.key
         is_begun = request.state in (*REPLAYS, RequestState.STREAMING)
         found = [
             place
@@ -501,11 +505,11 @@ class Fleet(Gateway):
         if state is PodState.LEAVING:
             born_ms = pod.born_ms + YOUNGER_MS
             younger = [each for each in found if each.pod.born_ms > born_ms]
-            found = [each for each in younger if each.room(name)] or found
+            found = [each for each in younger if each.has_room] or found
         free = [each for each in found if moving[each.pod.address] < most]
         ahead = self._sent[request.number].ahead  # it has its place there
         known = [each for each in found if ahead is not None and each.pod is ahead.pod]
-        return choose(known, name, b"") or choose(free, name, key)
+        return choose(known, b"") or choose(free, request.key)
 
     def _computes_ahead(self, request: ClientRequest, pod: Pod) -> bool:
         """Whether this pod, which is its heir, first computes what it lacks of the stream."""

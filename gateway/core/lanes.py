@@ -313,10 +313,12 @@ class Lanes:
         assert lane is not None
         return lane.attempts[number]
 
-    def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
+    def handle(self, event: GatewayEvent | None, now_ms: float) -> Sequence[GatewayEffect]:
         """What follows from `event`, with all that was in the outbox. What is about a model that is
         not here is ignored."""
-        if isinstance(event, ev.Tick | ev.GatewayEnds):
+        if self.alone is not None and not getattr(event, "model", ""):
+            return self.alone.handle(event, now_ms)
+        if event is None or isinstance(event, ev.Tick | ev.GatewayEnds):
             return [effect for each in self._all for effect in each.handle(event, now_ms)]
         number = getattr(event, "attempt", None) or getattr(event, "greeting", None)
         found = None if number is None else self._lane_of(number)

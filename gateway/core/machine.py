@@ -211,13 +211,14 @@ class Gateway:
         self._is_wanted = False  # the shell knows that a request waits behind this door
         self._now_ms = self._ticked_ms = 0.0
 
-    def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
-        """What follows from `event`, with all that was in the outbox.
+    def handle(self, event: GatewayEvent | None, now_ms: float) -> Sequence[GatewayEffect]:
+        """What follows from `event`, with all that was in the outbox; None: nothing but that.
 
         Events about attempts, requests and greetings that are over are ignored.
         """
         self._now_ms = now_ms
-        self._happened(event, now_ms)
+        if event is not None:
+            self._happened(event, now_ms)
         return self.take()
 
     def take(self) -> Sequence[GatewayEffect]:
@@ -474,6 +475,9 @@ class Gateway:
 
     def fire(self, request: ClientRequest, turn: Turn) -> None:
         """Every change of state goes through here."""
+        if not request.has_broken and not request.is_resumed_by_front:  # nearly always
+            request.fire(turn)
+            return
         self.resuming -= is_replayed(request)
         request.fire(turn)
         self.resuming += is_replayed(request)

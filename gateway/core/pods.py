@@ -35,8 +35,9 @@ FORGET_MS = 60_000.0  # a silent pod that no name leads to any more is gone then
 YOUNGER_MS = 5_000.0  # one that was started so much later was not started together with another
 SUSPENDED_MS = 600_000.0  # a pod whose replay was another one gets no resumes for so long
 LOAD_FACTOR = 1.25  # of the mean load, and one more
-# The nearest first; what is not known here is as far away as can be.
+# The nearest first; what is not known here is farther away than all.
 TIERS = ("awake", "waking", "warm", "offloaded", "cold")
+_DISTANCE = {tier: distance for distance, tier in enumerate(TIERS)}
 
 
 class PodState(StrEnum):
@@ -109,16 +110,14 @@ class Pod:
         models = {} if self.report is None else self.report.models
         return next((each for each in models.values() if serves(each)), None)
 
+    @property
+    def body_bytes_max(self) -> int:
+        return 0 if self.report is None else self.report.body_bytes_max
+
     def hello(self, model: PodModel) -> Hello:
         """The pod in the place of an engine."""
-        assert self.report is not None
-        return Hello(
-            self.address,
-            self.report.incarnation,
-            model.continuation_id,
-            model.continuation,
-            self.report.body_bytes_max,
-        )
+        where, what = (self.address, self.incarnation), (model.continuation_id, model.continuation)
+        return Hello(*where, *what, self.body_bytes_max)
 
 
 def serves(model: PodModel) -> bool:
@@ -147,50 +146,50 @@ class Choice(StrEnum):
 
 
 class Place(NamedTuple):
-    """Where a request could go."""
+    """Where a request could go. `sent`: for its model since the last report, by this front."""
 
     pod: Pod
     model: PodModel
+    sent: int
     by: Choice = Choice.AGAIN
 
-    def load(self, name: str) -> int:
-        """`name`: as the request gives it."""
-        return self.model.in_flight + self.model.waiting + self.pod.sent[name]
+    @property
+    def load(self) -> int:
+        return self.model.in_flight + self.model.waiting + self.sent
 
-    def room(self, name: str) -> int:
-        return self.model.room - self.pod.sent[name]
+    @property
+    def has_room(self) -> bool:
+        return self.model.room > self.sent
 
-    def runs(self, name: str) -> bool:
+    @property
+    def runs(self) -> bool:
         """Whether its engine runs one more at once; beyond that they wait in it."""
-        return not self.model.slots or self.load(name) < self.model.slots
+        return not self.model.slots or self.load < self.model.slots
 
 
-def choose(places: Sequence[Place], name: str, key: bytes) -> Place | None:
-    """The one of `places` that gets a request for the model `name`."""
-    for tier in (*TIERS, ""):
-        same = [each for each in places if _tier(each.model) == tier]
-        free = [each for each in same if each.room(name) > 0]
-        free = [each for each in free if each.runs(name)] or free
-        if free:
-            return _by_key(free, name, key) if key else _by_load(free, name)
-    return None  # all are full: it waits here, where it can be sent anywhere
+def choose(places: Sequence[Place], key: bytes) -> Place | None:
+    """The one of `places` that gets a request."""
+    free = [each for each in places if each.has_room]
+    if not free:
+        return None  # it waits here, where it can be sent anywhere
+    tiers = [_DISTANCE.get(each.model.tier, len(TIERS)) for each in free]
+    nearest = min(tiers)
+    free = [each for each, tier in zip(free, tiers, strict=True) if tier == nearest]
+    free = [each for each in free if each.runs] or free
+    return _by_key(free, key) if key else _by_load(free)
 
 
-def _tier(model: PodModel) -> str:
-    return model.tier if model.tier in TIERS else ""
-
-
-def _by_key(places: Sequence[Place], name: str, key: bytes) -> Place:
+def _by_key(places: Sequence[Place], key: bytes) -> Place:
     order = sorted(places, key=lambda each: _weight(key, each.pod.name), reverse=True)
-    loads = [each.load(name) for each in order]
+    loads = [each.load for each in order]
     bound = LOAD_FACTOR * (sum(loads) + 1) / len(loads) + 1
     place = next(i for i, load in enumerate(loads) if load <= bound)  # the least loaded is below it
     return order[place]._replace(by=Choice.BOUND if place else Choice.PREFIX)
 
 
-def _by_load(places: Sequence[Place], name: str) -> Place:
+def _by_load(places: Sequence[Place]) -> Place:
     two = random.sample(places, min(2, len(places)))
-    return min(two, key=lambda each: each.load(name))._replace(by=Choice.LOAD)
+    return min(two, key=lambda each: each.load)._replace(by=Choice.LOAD)
 
 
 def _weight(key: bytes, pod: str) -> bytes:

@@ -122,7 +122,8 @@ class RequestQueue:
             yield request
         while (request := self._first(Precedence.AGAIN)) is not None:
             yield request
-        if resuming() == 0 and (request := self._next_suspect(now_ms)) is not None:
+        may_try = self._has_suspects and resuming() == 0
+        if may_try and (request := self._next_suspect(now_ms)) is not None:
             yield request
         if not any(self._keeps_new_back(each) for each in self._delayed.values()):
             while (request := self._first(Precedence.NEW)) is not None:
@@ -152,6 +153,9 @@ class RequestQueue:
 
     @property
     def _first_suspect(self) -> ClientRequest | None:
+        queues = self._queues
+        if not (queues[Precedence.SUSPECT] or queues[Precedence.SUSPECT_HELD]):  # nearly always
+            return None
         return self._first(Precedence.SUSPECT) or self._first(Precedence.SUSPECT_HELD)
 
     @property

@@ -31,6 +31,7 @@ from typing import NamedTuple, TypeAlias, cast
 import msgspec
 
 from gateway.core.replay_join import SEQUENCE, Joined, events_in
+from plumbing.gateway_protocol import ITEM_BYTES
 
 BLOCK_BYTES = 16 * 1024  # twice as much saves a tenth of the time and costs each stream its size
 GROUP_BYTES = 80  # what a group in the block takes beside its events' bytes
@@ -73,11 +74,6 @@ class Transcript:
         self.pack()
         return self._joined
 
-    @property
-    def packed_bytes(self) -> int:
-        """The memory that the sum takes."""
-        return self._joined.held_bytes
-
     def add(self, events: bytes, tokens: Sequence[int], chunks: Sequence[int]) -> None:
         """One more group, of any number of tokens.
 
@@ -86,11 +82,14 @@ class Transcript:
         """
         self.pending += (events, (array("I", tokens), array("I", chunks)))
 
-    def pack(self) -> None:
-        """Join the block that is being filled, of whatever size it is."""
+    def pack(self) -> int:
+        """Join the block that is being filled, of whatever size it is; the memory that all takes
+        then."""
         self._settle()
-        self._joined.add(b"".join(self._events))
-        self._events.clear()
+        if self._events:
+            self._joined.add(b"".join(self._events))
+            self._events.clear()
+        return self._joined.held_bytes + ITEM_BYTES * (len(self._tokens) + len(self._chunks))
 
     def _settle(self) -> None:
         """Put the tokens of pending groups in their place."""

@@ -36,6 +36,7 @@ from gateway.core.fleet import Fleet
 from gateway.core.lanes import Lanes
 from gateway.core.machine import NEVER_MS
 from gateway.server.requests import (
+    INFERENCE_PATHS,
     HttpRequest,
     is_endpoint,
     is_hop_path,
@@ -155,7 +156,7 @@ class Endpoints:
         Where the path or a header names the model, a broken body is the engine's to refuse."""
         is_pool = bool(self._core.lanes)
         in_path = unquote(self._strip(http)) if is_pool else ""
-        if is_hop_path(http.path):
+        if http.path not in INFERENCE_PATHS and is_hop_path(http.path):
             return OwnAnswer.of(failure("gateway.not_found"), http.path)
         if isinstance(self._core, Fleet):
             return self._to_pods(self._core, http)
@@ -281,7 +282,7 @@ class Endpoints:
         }
 
     def _wishes(self, http: HttpRequest, in_path: str) -> Wishes | OwnAnswer:
-        said, members = dict(http.headers), http.members[0]
+        said, members = http.named, http.members[0]
         in_body, in_header, fault = _names(http)
         model, name = self._router.find(in_body, in_path, in_header)
         if not model:
@@ -371,7 +372,7 @@ def _names(http: HttpRequest) -> tuple[object, str, str]:
     """The model that the body names, the one that a header names, and what is wrong with the
     body."""
     members, fault = http.members
-    in_header = dict(http.headers).get(b"x-understudy-model", b"").decode(errors="replace")
+    in_header = http.named.get(b"x-understudy-model", b"").decode(errors="replace")
     try:
         return value_of(members.model), in_header, fault
     except ValueError as error:

@@ -91,7 +91,8 @@ class GatewayExchange:
         # Of a front: has the protocol connected to a pod, or calls the last argument.
         self.connect_pod: ConnectPod | None = None
         self.signature = b""  # of a pod, for fronts
-        self.on_turn: Callable[[], object] = lambda: None
+        self.on_load: Callable[[], object] = lambda: None  # requests have come, or have ended
+        self.on_news: Callable[[], object] = lambda: None  # another engine may serve
         self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
         self.memory_bytes_max = settings.rules.memory_bytes_max
         check = None if self.keys is None else self.keys.check
@@ -163,6 +164,7 @@ class GatewayExchange:
                     self._listener.resume()
         self.idle_connections.close_old(0.0)
         self.handle(event)
+        self.on_news()
 
     def set_model_doors(self, models: Mapping[str, PooledModel]) -> None:
         """What the pool says of each model."""
@@ -170,6 +172,7 @@ class GatewayExchange:
         for model, said in models.items():
             if said.door is not None:
                 self.told(ev.DoorSet(model, said.number, said.door, said.rules))
+        self.on_news()
 
     def forget_door_numbers(self) -> None:
         """The pool is gone: another one counts its doors anew. The doors themselves hold."""
@@ -353,11 +356,11 @@ class GatewayExchange:
             return
         self._is_performing = True
         while self._inbox or self.outbox:
-            event = self._inbox.popleft() if self._inbox else ev.Tick()
+            event = self._inbox.popleft() if self._inbox else None
             for effect in self.core.handle(event, self.now_ms()):
                 self._perform(effect)
         self._is_performing = False
-        self.on_turn()
+        self.on_load()
         if self._tick is None and self.core.needs_ticks:
             self._tick = self._loop.call_later(TICK_MS / 1000, self._ticked)
 
@@ -420,7 +423,7 @@ class GatewayExchange:
         """The headers for a pod: what its client wants, and who alone can continue a stream."""
         if self.connect_pod is None:
             return b""
-        lines = [b"%b: %b\r\n" % each for each in request.headers]
+        lines = [b"%b: %b\r\n" % each for each in request.named.items()]
         if continuation_id:
             lines.append(b"%b: %b\r\n" % (CONTINUATION_ID, continuation_id.encode()))
         return b"".join(lines)
@@ -447,6 +450,7 @@ class GatewayExchange:
         else:
             self._queues.greeted(effect.engine)
             self.handle(ev.HelloCame(effect.greeting, hello))
+            self.on_news()
 
     def _drop(self, attempt: int) -> None:
         upstream = self.upstreams.pop(attempt, None)

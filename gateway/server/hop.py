@@ -86,15 +86,14 @@ class HopDoor:
         self._cut: asyncio.TimerHandle | None = None
         self._watching: set[ClientConnection] = set()
         self.channels = weakref.WeakSet[Channels]()  # while they are connected
-        self._said: list[object] = []  # last, of who serves
-        self._is_soon = self._looks = False
+        self._reports_now = self._reports_soon = False
         self._security: Security | None = None
         self.address, self.port = "", 0
         self._listener: ServiceListener | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         exchange.signature = f"{pod},{self.incarnation}".encode()
-        exchange.on_turn = self.look
+        exchange.on_load, exchange.on_news = self.report_soon, self.report_now
 
     # ------------------------------------------------------------------ listening
 
@@ -141,7 +140,7 @@ class HopDoor:
         if self._cut is not None:
             self._cut.cancel()
         self._cut = self._loop.call_later(max(within_ms / 2, within_ms - CUT_MS) / 1000, self._drop)
-        self.look()
+        self.report_now()
         return left_ms is None
 
     def _drop(self) -> None:
@@ -188,7 +187,6 @@ class HopDoor:
         else:
             client.begin(WATCH_HEAD, is_chunked=False)
             self._watching.add(client)
-            self._said = self._serving()  # as all others know already
             client.send_body(self._report())
 
     def _accept(self) -> ClientConnection:
@@ -199,29 +197,17 @@ class HopDoor:
 
     # ------------------------------------------------------------------ reporting
 
-    def look(self) -> None:
-        """Something may have changed: say who serves when this turn of the loop is over, and the
-        load a little later, since each request changes it several times."""
-        if self._watching and not self._looks:
-            self._looks = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._looks = False
-        if self._serving() != self._said:
-            self._tick()
-        elif not self._is_soon:
-            self._is_soon = True
+    def report_soon(self) -> None:
+        """The load may have changed. Each request changes it several times."""
+        if self._watching and not self._reports_soon:
+            self._reports_soon = True
             self._plan(LOAD_S)
 
-    def _serving(self) -> list[object]:
-        lanes = self.exchange.core.by_model.values()
-        return [
-            self._leaves_at_ms,
-            *((lane.target.grant, lane.target.idle, lane.target.hello) for lane in lanes),
-            *(isinstance(lane.door, ShutDoor) for lane in lanes),
-            *(said.tier for said in self.exchange.endpoints.said.values()),
-        ]
+    def report_now(self) -> None:
+        """Another engine may serve: report when this turn of the loop is over."""
+        if self._watching and not self._reports_now:
+            self._reports_now = True
+            self._loop.call_soon(self._tick)
 
     def _plan(self, in_s: float) -> None:
         if self._timer is not None:
@@ -229,7 +215,8 @@ class HopDoor:
         self._timer = self._loop.call_later(in_s, self._tick)
 
     def _tick(self) -> None:
-        self._said, self._is_soon, said = self._serving(), False, self._report()
+        self._reports_now = self._reports_soon = False
+        said = self._report()
         self._plan(REPORT_S)
         for client in tuple(self._watching):
             if client.is_full:  # it would take what it is told for news

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TypeAlias
@@ -76,6 +76,7 @@ INFERENCE_PATHS = frozenset(
         *("/v1/audio/transcriptions", "/v1/audio/translations", "/inference/v1/generate"),
     }
 )
+PATHS = {path.encode(): path for path in INFERENCE_PATHS}  # as they are nearly always written
 SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
 WITHOUT_BODY = (*SAFE_METHODS, b"DELETE")
 # Headers of the hop.
@@ -122,8 +123,10 @@ class HttpRequest:
 
     method: bytes = b""
     url: bytes = b""
-    headers: Headers = field(default_factory=list)  # of a whole one: those of `WISHES`
+    headers: Headers = field(default_factory=list)  # until it is whole
+    named: dict[bytes, bytes] = field(default_factory=dict)  # by name; then those of `WISHES`
     body: bytes | bytearray = b""  # one object: parts of two bytes would take twenty times more
+    head_bytes: int = 0
     framing_bytes: int = 0  # of the body, beside its own; only what comes with later reads
     has_head: bool = False
     is_http_1_0: bool = False
@@ -133,6 +136,8 @@ class HttpRequest:
     request_id: bytes = b""
     passing: str | None = None  # of a front: the continuation id that it needs,
     journal: bytes = b""  # which sends a journal behind the body: the value of its header
+    body_bytes: int = 0  # without a front's journal,
+    journal_tokens: int = 0  # which has so many
     _members: tuple[BodyMembers, str] | None = None
     number: int = 0
     model: str = ""  # "" without a pool
@@ -166,20 +171,9 @@ class HttpRequest:
         return self._members
 
     @property
-    def body_bytes(self) -> int:
-        """Without a front's journal."""
-        size = _count(self.journal.partition(b",")[0])
-        return len(self.body) if size is None else size
-
-    @property
-    def journal_tokens(self) -> int:
-        _, _, sizes = self.journal.partition(b",")
-        return _count(sizes.partition(b",")[0]) or 0
-
-    @property
     def key(self) -> bytes:
         """Equal for requests that share a prefix: those of a session, or the turns of a chat."""
-        return prefix_key(self.body, dict(self.headers).get(b"x-session-id", b""))
+        return prefix_key(self.body, self.named.get(b"x-session-id", b""))
 
     @property
     def wants_stream(self) -> bool:
@@ -190,25 +184,30 @@ class HttpRequest:
     def finish(self, stripped: frozenset[bytes]) -> None:
         """It is whole. `stripped`: headers that no engine gets, beside those that `Connection`
         names."""
-        self.request_id = sane_id(self.headers)
-        self.path = path_of(self.url)
-        dropped = {
-            name.strip().lower()
-            for each, value in self.headers
-            if each == b"connection"
-            for name in value.split(b",")
-        } - {b"host", b"content-type", b"authorization"}
+        named = self.named
+        self.request_id = sane_id(named)
+        self.path = PATHS.get(self.url) or path_of(self.url)
+        self.body_bytes = len(self.body)
+        if self.journal:
+            size, tokens, *_ = (*map(_count, self.journal.split(b",", 2)), None)
+            self.body_bytes = self.body_bytes if size is None else size
+            self.journal_tokens = tokens or 0
+        if b"connection" in named:
+            lists = [value for name, value in self.headers if name == b"connection"]
+            dropped = {name.strip().lower() for each in lists for name in each.split(b",")}
+            stripped |= dropped - {b"host", b"content-type", b"authorization"}
         lines = [b"%b %b HTTP/1.1" % (self.method, _target_of(self.url))]
-        if all(name != b"host" for name, _ in self.headers):
+        if b"host" not in named:
             lines.append(b"host: gateway")
         lines += [
-            b"%b: %b" % (name, value)
-            for name, value in self.headers
-            if name not in stripped and name not in dropped and not name.startswith(PRIVATE)
+            b"%b: %b" % each
+            for each in self.headers
+            if each[0] not in stripped and not each[0].startswith(PRIVATE)
         ]
         lines.append(b"x-request-id: " + self.request_id)
         self.head = b"\r\n".join(lines) + b"\r\n"
-        self.headers = [each for each in self.headers if each[0] in WISHES]
+        self.headers = []
+        self.named = {name: named[name] for name in WISHES if name in named}
 
     def for_engine(
         self, journal: Journal | None, attempt: bytes, more: bytes = b""
@@ -285,9 +284,9 @@ def is_hop_path(path: str) -> bool:
     return parts[:1] == [HOP_PATHS.strip("/")]
 
 
-def sane_id(headers: Headers) -> bytes:
+def sane_id(named: Mapping[bytes, bytes]) -> bytes:
     """The client's, if it is sane, else a fresh one."""
-    found = dict(headers).get(b"x-request-id", b"")
+    found = named.get(b"x-request-id", b"")
     return found if SANE_ID.fullmatch(found) else fresh_id()
 
 
@@ -425,10 +424,13 @@ class RequestReader:
     def on_url(self, url: bytes) -> None:
         if self._open is not None:
             self._open.url += url
+            self._open.head_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._open is not None and not self._open.has_head:  # else a trailer
-            self._open.headers.append((name.lower(), value))
+        current = self._open
+        if current is not None and not current.has_head:  # else a trailer
+            current.headers.append((name.lower(), value))
+            current.head_bytes += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
         current = self._open
@@ -473,35 +475,34 @@ class RequestReader:
         self._let_go()
         self.count += 1
         if self._intake.is_for_fronts:
-            named = dict(current.headers)
-            current.journal = named.get(JOURNAL, b"")
-            current.passing = named.get(CONTINUATION_ID, b"").decode(errors="replace")
+            current.journal = current.named.get(JOURNAL, b"")
+            current.passing = current.named.get(CONTINUATION_ID, b"").decode(errors="replace")
         current.finish(self._intake.stripped)
         self.ready = current
 
     def _refusal(self, current: HttpRequest, version: str) -> Failure | None:
         """Why this request is not read on; looks at everything that its headers say."""
-        size = sum(len(name) + len(value) + 4 for name, value in current.headers)
-        if size + len(current.url) > HEAD_BYTES_MAX:
+        if current.head_bytes > HEAD_BYTES_MAX:
             return HEAD_TOO_LARGE
         if current.method == b"CONNECT":
             return Failure(405, "method_not_allowed", "CONNECT is not served here.")
         if version not in ("1.0", "1.1"):
             return Failure(505, "http_version", "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
-        named = dict(current.headers)
-        codings = [value for name, value in current.headers if name == b"transfer-encoding"]
-        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
-            return Failure(501, "transfer_encoding", "Only chunked transfer encoding is known.")
-        # RFC 9112 §6.1 and §3.2: others in front of this one may have read them differently.
-        if codings and current.is_http_1_0:
-            return Failure(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
-        if sum(name == b"host" for name, _ in current.headers) > 1:
+        named = current.named = dict(current.headers)
+        coding, names = named.get(b"transfer-encoding"), [name for name, _ in current.headers]
+        if coding is not None:
+            if names.count(b"transfer-encoding") > 1 or coding.strip().lower() != b"chunked":
+                return Failure(501, "transfer_encoding", "Only chunked transfer encoding is known.")
+            # RFC 9112 §6.1 and §3.2: others in front of this one may have read them differently.
+            if current.is_http_1_0:
+                return Failure(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
+        if names.count(b"host") > 1:
             return Failure(400, "bad_request", "There is more than one Host header.")
         declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
         check = self._intake.check
         refused = None if check is None else check(current.headers)
         if refused is not None:
-            is_small = declared <= KEYLESS_BYTES_MAX and not codings
+            is_small = declared <= KEYLESS_BYTES_MAX and coding is None
             _, in_model = model_in_path(current.url.decode("latin-1"))
             path = path_of(in_model.encode("latin-1"))
             if not (is_small and is_endpoint(current.method, path)):
@@ -521,7 +522,7 @@ class RequestReader:
             self.ready.keeps_alive = False
             return
         if self._open is not None and self._open.has_head:
-            self.refused_id = sane_id(self._open.headers)
+            self.refused_id = sane_id(self._open.named)
         self.refused = refused
         self._let_go()
 

@@ -646,13 +646,13 @@ def test_request_goes_where_it_runs_at_once_before_where_it_waits():
         model = PodModel("e", tier="awake", in_flight=load, room=200, slots=slots)
         pod = Pod(f"127.0.0.1:{number}", 0.0)
         pod.hear(PodReport(f"pod-{number}", number, {"m": model}, 1 << 20), 0.0)
-        return Place(pod, model)
+        return Place(pod, model, 0)
 
     full, free = place(1, 8, 8), place(2, 16, 10)
     keys = [b"", *(bytes([each]) for each in range(20))]
-    assert {it.pod for key in keys if (it := choose([full, free], "m", key))} == {free.pod}
-    full.pod.sent["m"] = free.pod.sent["m"] = 20  # then as if they said nothing
-    found = {it.pod for key in keys if (it := choose([full, free], "m", key))}
+    assert {it.pod for key in keys if (it := choose([full, free], key))} == {free.pod}
+    both = [each._replace(sent=20) for each in (full, free)]  # then as if they said nothing
+    found = {it.pod for key in keys if (it := choose(both, key))}
     assert found == {full.pod, free.pod}
 
 

@@ -247,7 +247,8 @@ def test_a_front_takes_no_body_for_a_fault_of_its_own(body: bytes):
 
 @pytest.mark.parametrize("count", [b"9" * 5000, b"-1", b"x", b""])
 def test_a_journal_whose_counts_are_no_numbers_has_none(count: bytes):
-    request = HttpRequest(body=b"{}", journal=b"%b,%b,1" % (count, count))
+    request = HttpRequest(b"POST", b"/", body=b"{}", journal=b"%b,%b,1" % (count, count))
+    request.finish(frozenset())
     assert (request.body_bytes, request.journal_tokens) == (2, 0)
 
 
