@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, cast
 
@@ -29,6 +28,7 @@ FRAME_BYTES_MAX = 16 * 1024  # a record of TLS; other channels' frames go betwee
 BUFFER_BYTES = 4 * FRAME_BYTES_MAX  # to read into
 CLOSED, OPENED, READ = 1 << 29, 1 << 30, 1 << 31
 CHANNELS_MAX = 4096  # of one front
+UNREAD_BYTES_MAX = 64 << 20  # of all channels, which the kernel does not take: 1,000 full windows
 STRAY_BYTES = 64  # enough for the first line of HTTP
 _HEAD = struct.Struct(">QI")
 
@@ -38,8 +38,7 @@ class ChannelTransport(asyncio.Transport):
 
     __slots__ = (
         *("_is_closing", "_connection", "_has_ended", "_high_bytes", "_is_full", "_is_lost"),
-        *("_is_paused", "_number", "_protocol", "_read_bytes", "_room_bytes", "_unread"),
-        *("_unread_bytes", "_unsent"),
+        *("_is_paused", "_number", "_protocol", "_read_bytes", "_room_bytes", "_unread", "_unsent"),
     )
 
     def __init__(self, connection: Channels, number: int, protocol: asyncio.Protocol) -> None:
@@ -48,10 +47,9 @@ class ChannelTransport(asyncio.Transport):
         self._unsent = bytearray()
         self._high_bytes, self._is_full = WINDOW_BYTES, False
         self._read_bytes = 0  # which the other end does not know yet
-        self._unread: deque[bytes] = deque()
-        self._unread_bytes = 0
+        self._unread = bytearray()
         self._is_paused = False
-        self._has_ended = False  # the other end has closed; what is unread comes first
+        self._has_ended = False  # the other end has closed; its protocol may not read that yet
         self._is_closing = False  # behind what is unsent
         self._is_lost = False
 
@@ -114,28 +112,31 @@ class ChannelTransport(asyncio.Transport):
     def receive(self, data: bytes) -> bool:
         """Whether the other end may send so much."""
         if self._is_paused or self._unread:
-            self._unread.append(data)
-            self._unread_bytes += len(data)
-            return self._unread_bytes <= WINDOW_BYTES
+            self._unread += data
+            return len(self._unread) <= WINDOW_BYTES
         self._give(data)
         return True
 
     def ended(self) -> None:
         """The other end has closed."""
         self._has_ended = True
-        if not self._unread:
+        if not self._unread and not self._is_paused:
             self.lost(None)
 
     def lost(self, error: Exception | None) -> None:
-        if not self._is_lost:
+        """An error changes nothing where the other end has closed before it."""
+        if not self._is_lost and (error is None or not self._has_ended):
             self._is_lost = True
             self._connection.forget(self._number)
             self._protocol.connection_lost(error)
 
-    def read(self, size: int) -> None:
-        """The other end has read this many bytes, and takes as many more."""
+    def read(self, size: int) -> bool:
+        """The other end has read this many bytes, and takes as many more; whether it had them."""
         self._room_bytes += size
+        if self._room_bytes > WINDOW_BYTES:
+            return False
         self._send_unsent()
+        return True
 
     # ------------------------------------------------------------------ inside
 
@@ -164,11 +165,11 @@ class ChannelTransport(asyncio.Transport):
             self._protocol.data_received(data)
 
     def _read_on(self) -> None:
-        while self._unread and not self._is_paused and not self._is_lost:
-            data = self._unread.popleft()
-            self._unread_bytes -= len(data)
+        if self._unread and not self._is_paused and not self._is_lost:
+            data = bytes(self._unread)
+            self._unread.clear()
             self._give(data)
-        if self._has_ended and not self._unread:
+        if self._has_ended and not self._unread and not self._is_paused:
             self.lost(None)
 
 
@@ -226,6 +227,7 @@ class Channels(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=UNREAD_BYTES_MAX)
         if self._accept is not None:
             self.send(0, OPENED)
 
@@ -253,7 +255,7 @@ class Channels(asyncio.BufferedProtocol):
             elif channel is not None and word == CLOSED:
                 channel.ended()
             elif channel is not None and word >= READ:
-                channel.read(word - READ)
+                is_right = channel.read(word - READ)
             else:
                 is_right = word == CLOSED or word >= READ  # of a channel that is closed here
             at = end
@@ -263,6 +265,10 @@ class Channels(asyncio.BufferedProtocol):
         if not is_right:
             self.stray = b"" if self.opened.is_set() else data[:STRAY_BYTES]
             self.abort()
+
+    def pause_writing(self) -> None:
+        """The other end does not read: what is answered to what it sends has no other limit."""
+        self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

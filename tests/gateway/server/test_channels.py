@@ -10,6 +10,7 @@ import contextlib
 import random
 import socket
 import struct
+import sys
 
 import pytest
 
@@ -143,6 +144,59 @@ async def test_close_comes_behind_what_was_written(pair, is_paused):
     assert (reader.lost, end.lost) == ([None], [None])
 
 
+@pytest.mark.parametrize("is_connection_lost", [False, True])
+@on_pair
+async def test_protocol_that_has_paused_reads_the_end_when_it_reads_on(pair, is_connection_lost):
+    """As on a connection of its own, also when the connection of all is lost meanwhile. Method:
+    nothing is unread, then something."""
+    ends = [await pair.opened(), await pair.opened()]
+    for (front, pod), more in zip(ends, (b"", b"more"), strict=True):
+        front.transport.pause_reading()
+        pod.transport.write(more)
+        pod.transport.close()
+    await auntil(lambda: all(pod.lost for _, pod in ends), "the end at the pod")
+    last, writer = await pair.opened()
+    writer.transport.write(b"behind")
+    await auntil(lambda: last.read, "what is sent behind both ends")
+    if is_connection_lost:
+        pair.pod.abort()
+        await auntil(lambda: not pair.front.is_open, "the loss")
+    assert [front.lost for front, _ in ends] == [[], []]
+    for front, _ in ends:
+        front.transport.resume_reading()
+    await auntil(lambda: all(front.lost for front, _ in ends), "the end at the front")
+    assert [bytes(front.read) for front, _ in ends] == [b"", b"more"]
+    assert [front.lost for front, _ in ends] == [[None], [None]]
+
+
+@on_pair
+async def test_bytes_that_nobody_reads_take_no_more_memory_in_small_frames(pair):
+    front, pod = await pair.opened()
+    pod.transport.pause_reading()
+    for _ in range(WINDOW_BYTES - 5):
+        front.transport.write(b"x")
+    await auntil(lambda: len(pod.transport._unread) == WINDOW_BYTES - 5, "all of them")
+    assert sys.getsizeof(pod.transport._unread) < 2 * WINDOW_BYTES
+    pod.transport.resume_reading()
+    await auntil(lambda: len(pod.read) == WINDOW_BYTES, "what is read")
+
+
+@on_pair
+async def test_peer_that_asks_and_reads_nothing_is_cut_off(pair, monkeypatch):
+    """Method: each channel is closed before its answer is read, so none has a full window."""
+    pair.pod._transport.set_write_buffer_limits(high=1 << 20)
+    pair.front._transport.pause_reading()
+
+    pair.echoes = True
+
+    def asks_on() -> bool:
+        for _ in range(100):
+            pair.open(bytes(10_000)).transport.abort()
+        return pair.pod._transport is None
+
+    await auntil(asks_on, "the end")
+
+
 @on_pair
 async def test_aborted_channel_ends_at_both_ends_once(pair):
     (end, other), (stays, _) = await pair.opened(), await pair.opened()
@@ -192,6 +246,7 @@ async def test_one_channel_too_many_is_closed(pair, monkeypatch):
     [
         struct.pack(">QI", 1, FRAME_BYTES_MAX + 1),
         struct.pack(">QI", 1, CLOSED + 1),
+        struct.pack(">QI", 1, READ + 1),  # of what was never sent
         (struct.pack(">QI", 1, FRAME_BYTES_MAX) + bytes(FRAME_BYTES_MAX)) * 5,  # unread, too much
         b"HTTP/1.1 404 Not Found\r\n\r\n",
     ],

@@ -392,6 +392,21 @@ async def test_pod_counts_a_resume_as_under_way_until_it_has_a_new_token(bench):
     check_whole(await client.answer(), BODY)
 
 
+@in_fleet
+async def test_replay_of_a_pod_that_stops_is_read_to_its_end(bench):
+    """Method: such a pod closes behind its answer, all of which comes before its turn to be
+    compared."""
+    [first] = await bench.start(hold_after_groups=4)
+    client = await bench.stream()
+    heir = await bench.pod()
+    bench.name(first, heir)
+    await auntil(lambda: bench.ready() == 2, "the heir")
+    heir.exchange._is_stopping = True
+    first.kill()
+    check_whole(await client.answer(), BODY)
+    assert len(heir.engine.requests) == 1
+
+
 # ------------------------------------------------------------------ leaving
 
 
