@@ -198,7 +198,7 @@ class Fleet(Gateway):
         return [pod for pod in pods if pod.state(now_ms, silent_ms) is PodState.READY]
 
     def _send_to(self, request: ClientRequest, place: Place) -> None:
-        pod, model, _, by = place
+        pod, model = place.pod, place.model
         old = self._sent.get(request.number)
         new = Sent(pod, pod.incarnation, model.token, model.era)
         if old is not None:
@@ -211,7 +211,7 @@ class Fleet(Gateway):
             if request.number not in self.requests or request.is_suspect:
                 return  # another turn
         self._sent[request.number] = new
-        self.choices[by] += 1
+        self.choices[place.by] += 1
         if old is not None and old.pod is not pod and request.state is RequestState.PARKED:
             self.moves[self._why_moved(old)] += 1
         pod.sent[request.model] += 1

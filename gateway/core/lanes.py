@@ -328,6 +328,8 @@ class Lanes:
     @property
     def needs_ticks(self) -> bool:
         """Whether anything waits for time to pass."""
+        if self.alone is not None:
+            return self.alone.needs_ticks
         return any(lane.needs_ticks for lane in self._all)
 
     def demand(self, now_ms: float) -> dict[str, ModelDemand]:

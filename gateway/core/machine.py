@@ -234,6 +234,18 @@ class Gateway:
         match event:
             case ev.RequestCame():
                 self._came(event, now_ms)
+            case ev.HeadCame():
+                if (attempt := self.attempts.get(event.attempt)) is not None:
+                    self.head(attempt, event, now_ms)
+            case ev.AnswerEnded(number, cause):
+                if (attempt := self.attempts.get(number)) is None:
+                    pass
+                elif cause is None:
+                    self.answered(attempt, now_ms)
+                elif cause is BreakCause.UNREACHED:
+                    self.refused(attempt, now_ms)
+                else:
+                    self.broke(attempt, cause, now_ms)
             case ev.ClientLeft():
                 if (request := self.requests.get(event.request)) is not None:
                     self.left(request)
@@ -254,18 +266,6 @@ class Gateway:
                 self.target.greeted(event, now_ms + self._greet_again_ms)
             case ev.Tick():
                 self._pass_time(now_ms)
-            case ev.HeadCame():
-                if (attempt := self.attempts.get(event.attempt)) is not None:
-                    self.head(attempt, event, now_ms)
-            case ev.AnswerEnded(number, cause):
-                if (attempt := self.attempts.get(number)) is None:
-                    pass
-                elif cause is None:
-                    self.answered(attempt, now_ms)
-                elif cause is BreakCause.UNREACHED:
-                    self.refused(attempt, now_ms)
-                else:
-                    self.broke(attempt, cause, now_ms)
 
     @property
     def needs_ticks(self) -> bool:

@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
-from typing import NamedTuple
 
 from plumbing.gateway_protocol import Continuation, Hello, PodModel, PodReport
 
@@ -145,51 +144,45 @@ class Choice(StrEnum):
     LOAD = "load"  # the less loaded of two
 
 
-class Place(NamedTuple):
-    """Where a request could go. `sent`: for its model since the last report, by this front."""
+class Place:
+    """Where a request could go. `sent`: for its model since the last report, by this front.
+    `runs`: its engine runs one more at once; beyond that they wait in it."""
 
-    pod: Pod
-    model: PodModel
-    sent: int
-    by: Choice = Choice.AGAIN
+    __slots__ = ("by", "has_room", "load", "model", "pod", "runs")
 
-    @property
-    def load(self) -> int:
-        return self.model.in_flight + self.model.waiting + self.sent
-
-    @property
-    def has_room(self) -> bool:
-        return self.model.room > self.sent
-
-    @property
-    def runs(self) -> bool:
-        """Whether its engine runs one more at once; beyond that they wait in it."""
-        return not self.model.slots or self.load < self.model.slots
+    def __init__(self, pod: Pod, model: PodModel, sent: int) -> None:
+        self.pod, self.model, self.by = pod, model, Choice.AGAIN
+        self.load = model.in_flight + model.waiting + sent
+        self.has_room = model.room > sent
+        self.runs = not model.slots or self.load < model.slots
 
 
 def choose(places: Sequence[Place], key: bytes) -> Place | None:
     """The one of `places` that gets a request."""
-    free = [each for each in places if each.has_room]
-    if not free:
+    tiers: dict[int, list[Place]] = {}
+    for each in places:
+        if each.has_room:
+            tiers.setdefault(_DISTANCE.get(each.model.tier, len(TIERS)), []).append(each)
+    if not tiers:
         return None  # it waits here, where it can be sent anywhere
-    tiers = [_DISTANCE.get(each.model.tier, len(TIERS)) for each in free]
-    nearest = min(tiers)
-    free = [each for each, tier in zip(free, tiers, strict=True) if tier == nearest]
-    free = [each for each in free if each.runs] or free
+    same = tiers[min(tiers)]
+    free = [each for each in same if each.runs] or same
     return _by_key(free, key) if key else _by_load(free)
 
 
 def _by_key(places: Sequence[Place], key: bytes) -> Place:
     order = sorted(places, key=lambda each: _weight(key, each.pod.name), reverse=True)
-    loads = [each.load for each in order]
-    bound = LOAD_FACTOR * (sum(loads) + 1) / len(loads) + 1
-    place = next(i for i, load in enumerate(loads) if load <= bound)  # the least loaded is below it
-    return order[place]._replace(by=Choice.BOUND if place else Choice.PREFIX)
+    bound = LOAD_FACTOR * (sum([each.load for each in order]) + 1) / len(order) + 1
+    found = next(each for each in order if each.load <= bound)  # the least loaded is below it
+    found.by = Choice.PREFIX if found is order[0] else Choice.BOUND
+    return found
 
 
 def _by_load(places: Sequence[Place]) -> Place:
     two = random.sample(places, min(2, len(places)))
-    return min(two, key=lambda each: each.load)._replace(by=Choice.LOAD)
+    found = min(two, key=lambda each: each.load)
+    found.by = Choice.LOAD
+    return found
 
 
 def _weight(key: bytes, pod: str) -> bytes:

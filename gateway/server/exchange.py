@@ -33,6 +33,7 @@ from gateway.server.endpoints import Endpoints, Wishes
 from gateway.server.requests import (
     BODY_BYTES_MAX,
     CONTINUATION_ID,
+    MARK,
     HttpRequest,
     Intake,
 )
@@ -401,10 +402,9 @@ class GatewayExchange:
             self._client_of[effect.request],
             request.for_engine(
                 effect.journal,
-                self._queues.name(effect.attempt),
-                self._for_pod(
-                    request, "" if effect.journal is None else attempt.owner.continuation_id
-                ),
+                MARK % self._queues.name(effect.attempt)
+                if self.connect_pod is None
+                else _for_pod(request, attempt.owner.continuation_id if effect.journal else ""),
             ),
             is_to_head=request.is_to_head,
             is_to_pod=self.connect_pod is not None,
@@ -419,20 +419,11 @@ class GatewayExchange:
         if request.is_fresh:
             self.accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
 
-    def _for_pod(self, request: HttpRequest, continuation_id: str = "") -> bytes:
-        """The headers for a pod: what its client wants, and who alone can continue a stream."""
-        if self.connect_pod is None:
-            return b""
-        lines = [b"%b: %b\r\n" % each for each in request.named.items()]
-        if continuation_id:
-            lines.append(b"%b: %b\r\n" % (CONTINUATION_ID, continuation_id.encode()))
-        return b"".join(lines)
-
     def _prefill(self, effect: ev.Prefill) -> None:
         assert self.connect_pod is not None
         request = self.requests[effect.request]
-        headers = self._for_pod(request, effect.continuation_id)
-        parts = request.for_engine(effect.journal, self._queues.name(request.attempt), headers)
+        headers = _for_pod(request, effect.continuation_id)
+        parts = request.for_engine(effect.journal, headers)
 
         def done(*, is_broken: bool = False) -> None:
             self.handle(ev.Prefilled(effect.request, is_broken))
@@ -602,6 +593,14 @@ class GatewayExchange:
                 client.send_body(KEEPALIVE_COMMENT)
 
 
+def _for_pod(request: HttpRequest, continuation_id: str) -> bytes:
+    """The headers for a pod: what its client wants, and who alone can continue a stream."""
+    lines = [b"%b: %b\r\n" % each for each in request.named.items()]
+    if continuation_id:
+        lines.append(b"%b: %b\r\n" % (CONTINUATION_ID, continuation_id.encode()))
+    return b"".join(lines)
+
+
 class EngineQueues:
     """One open page for each engine; the next incarnation's takes its place."""
 
@@ -612,7 +611,7 @@ class EngineQueues:
 
     def name(self, attempt: int) -> bytes:
         """What an engine is told that this attempt is called."""
-        return attempt_name(self._process, attempt)
+        return attempt_name(self._process, attempt).hex().encode()
 
     def greeted(self, engine: str) -> None:
         """Open its page, if it has one."""

@@ -16,8 +16,8 @@ asks for an upgrade, a WebSocket's too: the engine gets it as a plain request.
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -80,7 +80,7 @@ PATHS = {path.encode(): path for path in INFERENCE_PATHS}  # as they are nearly 
 SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
 WITHOUT_BODY = (*SAFE_METHODS, b"DELETE")
 # Headers of the hop.
-MARK = f"{hop.GATEWAY}: %d\r\n{hop.ATTEMPT}: %b\r\n".lower().encode()
+MARK = f"{hop.GATEWAY}: {hop.VERSION}\r\n{hop.ATTEMPT}: %b\r\n".lower().encode()
 JOURNAL = hop.JOURNAL.lower().encode()
 CONTINUATION_ID = hop.CONTINUATION_ID.lower().encode()
 
@@ -209,12 +209,10 @@ class HttpRequest:
         self.headers = []
         self.named = {name: named[name] for name in WISHES if name in named}
 
-    def for_engine(
-        self, journal: Journal | None, attempt: bytes, more: bytes = b""
-    ) -> tuple[bytes | bytearray, ...]:
-        """The request as it goes to an engine, with the journal of what the client has. `attempt`:
-        the name of this one."""
-        body, head = self.body, self.head + more + MARK % (hop.VERSION, attempt.hex().encode())
+    def for_engine(self, journal: Journal | None, more: bytes) -> tuple[bytes | bytearray, ...]:
+        """The request as it goes to an engine, with the journal of what the client has. `more`:
+        headers of the hop."""
+        body, head = self.body, self.head + more
         if journal is not None:
             body, header = hop.with_journal(body, journal)
             head += b"%b: %b\r\n" % (JOURNAL, header.encode())
@@ -291,7 +289,7 @@ def sane_id(named: Mapping[bytes, bytes]) -> bytes:
 
 
 def fresh_id() -> bytes:
-    return secrets.token_hex(16).encode()
+    return os.urandom(16).hex().encode()
 
 
 def _target_of(url: bytes) -> bytes:

@@ -666,7 +666,7 @@ def test_request_goes_where_it_runs_at_once_before_where_it_waits():
     full, free = place(1, 8, 8), place(2, 16, 10)
     keys = [b"", *(bytes([each]) for each in range(20))]
     assert {it.pod for key in keys if (it := choose([full, free], key))} == {free.pod}
-    both = [each._replace(sent=20) for each in (full, free)]  # then as if they said nothing
+    both = [Place(each.pod, each.model, 20) for each in (full, free)]  # as if they said nothing
     found = {it.pod for key in keys if (it := choose(both, key))}
     assert found == {full.pod, free.pod}
 

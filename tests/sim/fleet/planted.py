@@ -90,5 +90,5 @@ RULES.put("F2-a-replay-must-be-equal", "F2", Joined, "is_same", lambda *_: True,
 def _stay(real, fleet, request):
     sent = fleet._sent.get(request.number)
     place = real(fleet, request)
-    is_other = sent is not None and place is not None and place[0] is not sent.pod
+    is_other = sent is not None and place is not None and place.pod is not sent.pod
     return None if is_other and not sent.leaves and not sent.pod.is_gone else place
