@@ -115,6 +115,13 @@ class RequestQueue:
 
         `resuming` says how many replays are under way, and `company` how many new requests.
         """
+        only = next(iter(self.waiting.values())) if len(self.waiting) == 1 else None
+        if only is not None and not only.is_suspect and self.on_trial is None:  # nearly always
+            is_paused = Precedence.of(only) is Precedence.PAUSED
+            is_kept = is_paused and resuming() >= self.resumes_max
+            if not is_kept and only.not_before_ms <= now_ms:
+                yield only
+            return
         self._queue_due(now_ms)
         while (request := self._first(Precedence.PAUSED)) is not None:
             if resuming() >= self.resumes_max:
@@ -122,8 +129,7 @@ class RequestQueue:
             yield request
         while (request := self._first(Precedence.AGAIN)) is not None:
             yield request
-        may_try = self._has_suspects and resuming() == 0
-        if may_try and (request := self._next_suspect(now_ms)) is not None:
+        if resuming() == 0 and (request := self._next_suspect(now_ms)) is not None:
             yield request
         if not any(self._keeps_new_back(each) for each in self._delayed.values()):
             while (request := self._first(Precedence.NEW)) is not None:
@@ -153,9 +159,6 @@ class RequestQueue:
 
     @property
     def _first_suspect(self) -> ClientRequest | None:
-        queues = self._queues
-        if not (queues[Precedence.SUSPECT] or queues[Precedence.SUSPECT_HELD]):  # nearly always
-            return None
         return self._first(Precedence.SUSPECT) or self._first(Precedence.SUSPECT_HELD)
 
     @property
