@@ -122,7 +122,7 @@ class NetworkFleet:
 
     def __init__(self, base: Path, namespaces: Sequence[Namespace], *args: str) -> None:
         """`args`: of the backends."""
-        base.mkdir(mode=0o700, exist_ok=True)
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.base = base
         self.namespaces = {f"pod-{each.number}": each for each in namespaces}
         self.directory, keys, self.port = base / "front", base / "keys", free_port()
@@ -146,11 +146,11 @@ class NetworkFleet:
         env |= {"UNDERSTUDY_FLEET_TLS": str(self.base / "keys/pod"), **AS_USERS_RUN_IT}
         return Container(name, (*inside, *flags), env, is_engine=True)
 
-    async def start(self) -> None:
+    async def start(self, prompts: Sequence[Prompt] = PROMPTS) -> None:
         await self.runner.start()
         await self.all_ready(START_S)
-        for prompt in PROMPTS:
-            self.expected[prompt.key] = await send(self.target, prompt)
+        answers = await asyncio.gather(*(send(self.target, each) for each in prompts))
+        self.expected = {each.prompt: each for each in answers}
 
     async def all_ready(self, deadline_s: float = 60.0) -> None:
         wanted = ["ready"] * len(self.namespaces)
