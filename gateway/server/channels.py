@@ -193,6 +193,12 @@ class Channels(asyncio.BufferedProtocol):
     def is_open(self) -> bool:
         return self.opened.is_set() and self._transport is not None
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether anything waits in this process until the kernel takes it."""
+        transport = self._transport
+        return transport is not None and bool(self._frames or transport.get_write_buffer_size())
+
     def open(self, protocol: asyncio.Protocol) -> ChannelTransport:
         """Make a channel, and `protocol` its own."""
         self._last_number += 1

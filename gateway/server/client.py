@@ -330,6 +330,7 @@ class ClientConnection(asyncio.Protocol):
     def _close(self) -> None:
         self.release()
         if self._transport is not None:
+            self.deadline_s = time.monotonic() + STALLED_S
             self._transport.close()
 
 

@@ -94,6 +94,7 @@ class GatewayExchange:
         self.signature = b""  # of a pod, for fronts
         self.on_load: Callable[[], object] = lambda: None  # requests have come, or have ended
         self.on_news: Callable[[], object] = lambda: None  # another engine may serve
+        self.owes_fronts: Callable[[], bool] = lambda: False  # bytes that wait in this process
         self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
         self.memory_bytes_max = settings.rules.memory_bytes_max
         check = None if self.keys is None else self.keys.check
@@ -101,6 +102,7 @@ class GatewayExchange:
         self.is_final = False  # no engine takes requests any more: every one was told to end
         self.endpoints = Endpoints(self.core, settings, lambda: self.is_stopping)
         self.clients: set[ClientConnection] = set()
+        self.swept = [self.clients]  # and those of fronts: whose deadlines are looked at
         self.requests: dict[int, HttpRequest] = {}  # by the core's number
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
         self.idle_connections = IdleConnections()
@@ -522,8 +524,12 @@ class GatewayExchange:
     def _is_busy(self) -> bool:
         """Who connects now and sends nothing must not hold up a stop for longer than `BEGIN_S`."""
         may_begin = time.monotonic() < self._begin_by_s
-        return bool(self.requests) or any(
-            not client.is_idle or (may_begin and client.may_begin) for client in self.clients
+        return (
+            bool(self.requests)
+            or self.owes_fronts()
+            or any(
+                not client.is_idle or (may_begin and client.may_begin) for client in self.clients
+            )
         )
 
     def _close_idle(self) -> None:
@@ -548,8 +554,9 @@ class GatewayExchange:
     def _sweep(self) -> None:
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
         now_s = time.monotonic()
-        for client in [each for each in self.clients if each.deadline_s <= now_s]:
-            client.expire()
+        for clients in self.swept:
+            for client in [each for each in clients if each.deadline_s <= now_s]:
+                client.expire()
         self._refuse_largest_bodies()
         self._cut_slowest()
         self.idle_connections.close_old(self.idle_connections.idle_s)
@@ -570,7 +577,7 @@ class GatewayExchange:
     def _cut_slowest(self) -> None:
         """A whole answer waits here for a client that reads slowly, and is no request any more. All
         of them together count as the cap does: above it those that hold most are cut."""
-        waiting = {each: each.unsent_bytes for each in self.clients}
+        waiting = {each: each.unsent_bytes for clients in self.swept for each in clients}
         held_bytes = self.core.shared.memory_bytes + self.intake.bytes
         excess_bytes = held_bytes + sum(waiting.values()) - self.memory_bytes_max
         for client in sorted(waiting, key=waiting.__getitem__, reverse=True):

@@ -38,8 +38,10 @@ from plumbing.wire.tcp import Security
 from pool.core.events import ShutDoor
 
 FRONT, POD = "understudy-front", "understudy-pod"  # in certificates
-FRONTS_MAX = 64  # each has one connection for reports, and one for channels
-CONNECTIONS_MAX = 4096  # of all of them
+# Of 64 fronts: one that has heard nothing for a second opens another connection, and has the
+# streams of the old one until their ends. Also how many may hear reports.
+LINKS_MAX = 256
+CONNECTIONS_MAX = 4096  # which have no channels
 # A flow that is lost alone is noticed in 10 s, at both ends.
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -77,7 +79,8 @@ class HopDoor:
         self.accounts = exchange.accounts
         self.left, self.drained = exchange.left, exchange.drained
         self.pod, self.incarnation = pod, int.from_bytes(os.urandom(8)) | 1
-        self.clients: set[ClientConnection] = set()
+        self.clients: set[ClientConnection] = set()  # with connections of their own
+        self.in_channels: set[ClientConnection] = set()
         self.intake = Intake(
             exchange.memory_bytes_max, exchange.intake.body_bytes_max, is_for_fronts=True
         )
@@ -93,6 +96,8 @@ class HopDoor:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         exchange.signature = f"{pod},{self.incarnation}".encode()
+        exchange.swept += self.clients, self.in_channels
+        exchange.owes_fronts = self._owes_fronts
         exchange.on_load, exchange.on_news = self.report_soon, self.report_now
 
     # ------------------------------------------------------------------ listening
@@ -144,7 +149,7 @@ class HopDoor:
         return left_ms is None
 
     def _drop(self) -> None:
-        for client in self.clients - self._watching:
+        for client in (self.clients | self.in_channels) - self._watching:
             client.abort()
 
     @property
@@ -155,8 +160,8 @@ class HopDoor:
 
     def status(self) -> GatewayHop:
         names = self.address, self.pod
-        fronts = len(self._watching)
-        return GatewayHop(*names, fronts, len(self.clients) - fronts, self.leaving_ms)
+        fronts, clients = len(self._watching), len(self.clients | self.in_channels)
+        return GatewayHop(*names, fronts, clients - fronts, self.leaving_ms)
 
     # ------------------------------------------------------------------ for connections
 
@@ -168,17 +173,17 @@ class HopDoor:
         return False
 
     def closed(self, client: ClientConnection) -> None:
-        self.clients.discard(client)
-        self._watching.discard(client)
+        for clients in (self.clients, self.in_channels, self._watching):
+            clients.discard(client)
 
     def became_idle(self, client: ClientConnection) -> None:
-        if client in self.clients and not client.is_named(FRONT):
+        if not client.is_named(FRONT):
             client.abort()
 
     def came(self, client: ClientConnection, request: HttpRequest) -> None:
         if request.path not in (WATCH_PATH, CHANNELS_PATH):
             self.exchange.came(client, request)
-        elif max(len(self._watching), len(self.channels)) >= FRONTS_MAX:
+        elif max(len(self._watching), len(self.channels)) >= LINKS_MAX:
             client.answer_own(OwnAnswer.of(failure("gateway.fronts"), ""), request)
         elif request.path == CHANNELS_PATH:
             channels = Channels(self._accept)
@@ -192,8 +197,15 @@ class HopDoor:
     def _accept(self) -> ClientConnection:
         """The protocol of a channel."""
         client = ClientConnection(self)
-        self.clients.add(client)
+        self.in_channels.add(client)
         return client
+
+    def _owes_fronts(self) -> bool:
+        """Whether a front has not got all of an answer that has ended."""
+        answers = self.in_channels - self._watching
+        return any(each.unsent_bytes for each in answers) or any(
+            each.has_unsent for each in self.channels
+        )
 
     # ------------------------------------------------------------------ reporting
 

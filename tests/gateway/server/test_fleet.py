@@ -38,10 +38,12 @@ from gateway.core.fleet import Ahead, Fleet, Sent
 from gateway.core.pods import Place, Pod, choose
 from gateway.messages import CONTROL, StatusMsg
 from gateway.schema import FrontStatus
+from gateway.server import client as client_module
+from gateway.server import exchange as exchange_module
 from gateway.server import hop as hop_module
 from gateway.server import pods as pods_module
 from gateway.server import upstream as upstream_module
-from gateway.server.channels import FRAME_BYTES_MAX, OPENED
+from gateway.server.channels import FRAME_BYTES_MAX, OPENED, WINDOW_BYTES
 from gateway.server.hop import fleet_security
 from gateway.server.pods import PODS_MAX, PodNames
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
@@ -606,7 +608,7 @@ async def test_gateway_that_is_replaced_hands_its_streams_to_its_successor(bench
     new = await bench.pod(port=old.hop.port)
     for each in (client, await bench.ask(BODY)):
         check_whole(await each.answer(), BODY)
-    assert not old.hop.clients
+    assert not old.hop.clients | old.hop.in_channels
     assert len(new.engine.requests) == 2
 
 
@@ -619,6 +621,110 @@ async def test_channel_within_a_channel_is_closed(bench):
     await auntil(lambda: protocol.connection_lost.called, "its end")
     check_whole(await (await bench.ask(BODY)).answer(), BODY)
     assert len(pod.hop.channels) == 1
+
+
+class Held(asyncio.Protocol):
+    """A channel of a front that writes `said`, and reads when it is told to."""
+
+    def __init__(self, said: bytes) -> None:
+        self.said, self.read, self.is_lost = said, bytearray(), False
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.pause_reading()
+        transport.write(self.said)
+
+    def data_received(self, data: bytes) -> None:
+        self.read += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+
+
+def hold(bench: FleetBench, pod: BenchPod, said: bytes) -> Held:
+    """Its channel beside those of a front's requests to this pod."""
+    held = Held(said)
+    bench.server.links._channels[pod.address].open(held)
+    return held
+
+
+@in_fleet
+async def test_half_of_a_request_from_a_front_is_waited_for_no_longer_than_a_clients(
+    bench, monkeypatch
+):
+    """Method: half a head and half a body in channels, and a connection on which nothing comes."""
+    monkeypatch.setattr(exchange_module, "SWEEP_S", 0.05)
+    for name in ("HEAD_S", "BODY_GRACE_S"):
+        monkeypatch.setattr(client_module, name, 0.2)
+    [pod] = await bench.start()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: pod\r\ncontent-length: 9\r\n"
+    halves = [hold(bench, pod, each) for each in (head, head + b"\r\n123")]
+    silent = await asyncio.open_connection("127.0.0.1", pod.hop.port)
+    for each in halves:
+        each.transport.resume_reading()
+    assert await silent[0].read() == b""
+    await auntil(lambda: all(each.is_lost for each in halves), "their ends")
+    assert [b" 408 " in each.read for each in halves] == [True, True]
+    assert bench.ready() == 1
+    silent[1].transport.abort()
+
+
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: pod\r\n\r\n"
+ANSWER = b"x" * (WINDOW_BYTES + 30_000)
+
+
+@in_fleet
+async def test_front_is_let_in_beside_old_connections_and_many_requests(bench, monkeypatch):
+    """Method: 65 connections that bring no more requests; requests as many as the process may have
+    descriptors, on channels."""
+    [pod] = await bench.start(routes={"/v1/models": _wait_for_ever})
+    old = []
+    for _ in range(65):
+        old.append(await asyncio.open_connection("127.0.0.1", pod.hop.port))
+        old[-1][1].write(pods_module.CHANNELS)
+        await old[-1][0].readexactly(12)
+    for _ in range(3):
+        hold(bench, pod, MODELS)
+    await auntil(lambda: len(pod.engine.requests) == 3, "the requests")
+    monkeypatch.setattr(client_module, "connections_max", lambda: 2)
+    await bench.front()
+    check_whole(await (await bench.ask(BODY)).answer(), BODY)
+    for _, writer in old:
+        writer.transport.abort()
+
+
+async def _answer_at_length(_: StubRequest, reply: StubReply) -> None:
+    reply.head(length=len(ANSWER))
+    reply.write(ANSWER)
+
+
+@in_fleet
+async def test_front_that_takes_nothing_of_its_answer_is_cut_off(bench, monkeypatch):
+    monkeypatch.setattr(exchange_module, "SWEEP_S", 0.05)
+    for name in ("IDLE_S", "STALLED_S"):
+        monkeypatch.setattr(client_module, name, 0.2)
+    [pod] = await bench.start(routes={"/v1/models": _answer_at_length})
+    held = hold(bench, pod, MODELS)
+    await auntil(lambda: len(pod.hop.in_channels) == 2, "its request")
+    await auntil(lambda: len(pod.hop.in_channels) == 1, "its end")
+    held.transport.resume_reading()
+    await auntil(lambda: held.is_lost, "the end at the front")
+    check_whole(await (await bench.ask(BODY)).answer(), BODY)
+
+
+@in_fleet
+async def test_pod_that_stops_waits_until_fronts_have_its_answers(bench):
+    """Method: one that has the window and some more unread when the request has ended there."""
+    [pod] = await bench.start(routes={"/v1/models": _answer_at_length})
+    held = hold(bench, pod, MODELS)
+    await auntil(lambda: pod.engine.requests and not pod.exchange.requests, "the end")
+    stop = asyncio.create_task(pod.exchange.stop(20_000))
+    stop.add_done_callback(lambda _: pod.kill())
+    assert not (await asyncio.wait([stop], timeout=0.1))[0]
+    held.transport.resume_reading()
+    await stop
+    await auntil(lambda: held.is_lost, "the pod's end")
+    assert held.read.endswith(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize("who", ["pod", None])
