@@ -103,7 +103,7 @@ class CuttingSocket:
                 writer.write(rest[: found.end()])
                 self.tokens += len(hop.read_group_end(found[0])[0])
                 rest, groups = rest[found.end() :], groups - 1
-            if hop.END in rest:
+            if groups and hop.END in rest:
                 rest, groups, part = rest.partition(hop.END)[0], 0, len(rest)
                 break
         writer.write(rest[:part])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from vllm import LLM, SamplingParams
 
 from engine.backends.memory_session import SOCKET_DIR_ENV
 from engine.backends.vllm import membership
+from engine.messages import Counts
 from gms.messages import NO_ERA
 from tests.vllm.overlapping import keep_async_scheduling
 
@@ -44,8 +45,8 @@ class ParkedVllm:
         self._llm.sleep(1)
 
     def wake(self, token: int) -> Mapping[str, Any]:
-        member: Any = SimpleNamespace(engine=self._engine, incarnation=f"i-{token}", seat=None)
-        membership._member = member
+        known = {"engine": self._engine, "incarnation": f"i-{token}", "seat": None}
+        membership._member = cast("Any", SimpleNamespace(**known, counts=Counts()))
         asked = (DEADLINE_S, token, NO_ERA)
         (taken,) = self._llm.collective_rpc("understudy_take_kv", args=asked)
         if taken["problem"]:
