@@ -377,7 +377,7 @@ LINES_MAX = {
     "lockserver": 5_895,
     "gms": 8_425,
     "engine": 15_765,
-    "gateway": 10_195,
+    "gateway": 10_215,
     "pool": 6_655,
     "understudy": 7_725,
     "hack": 5_705,

@@ -48,6 +48,7 @@ class Clients(Protocol):
 
     def close_an_idle_one(self) -> bool: ...
     def closed(self, client: ClientConnection) -> None: ...
+    def failed(self, client: ClientConnection, error: OSError) -> None: ...
     def became_idle(self, client: ClientConnection) -> None: ...
     def came(self, client: ClientConnection, request: HttpRequest) -> None: ...
     def left(self, request: HttpRequest) -> None: ...
@@ -401,6 +402,10 @@ class ServiceListener:
             return None
         return self._problem[1]
 
+    def note(self, why: str) -> None:
+        """Something that `problem` is for a while."""
+        self._problem = (self._loop.time(), why)
+
     def pause(self) -> None:
         """Accept no more until `resume`; repeated calls do nothing."""
         if self._retry is not None:
@@ -456,13 +461,13 @@ class ServiceListener:
         self._places.clients.add(client)
         tls = {"ssl": self._tls(), "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
         # It fails if the client is gone, or does not speak TLS.
-        take_over(connection, client, lambda _: self._places.closed(client), **tls)
+        take_over(connection, client, lambda error: self._places.failed(client, error), **tls)
 
     def _wait(self, why: str) -> None:
         """New connections wait in the backlog meanwhile."""
         if self.problem is None:
             logger.warning("%s", why)
-        self._problem = (self._loop.time(), why)
+        self.note(why)
         self._loop.remove_reader(self._sock.fileno())
         self._retry = self._loop.call_later(ACCEPT_AGAIN_S, self._add_reader)
 

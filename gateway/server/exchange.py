@@ -261,6 +261,10 @@ class GatewayExchange:
         self.clients.discard(client)
         self._idle_clients.pop(client, None)
 
+    def failed(self, client: ClientConnection, error: OSError) -> None:
+        """It could not be taken over, as is usual on a public port."""
+        self.closed(client)
+
     def became_idle(self, client: ClientConnection) -> None:
         self._idle_clients.pop(client, None)
         self._idle_clients[client] = None

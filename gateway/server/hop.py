@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -34,7 +35,7 @@ from plumbing.gateway_protocol import CHANNELS_PATH, WATCH_PATH, Continuation, P
 from plumbing.service.hosts import bind
 from plumbing.text import join_address
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.tcp import Security
+from plumbing.wire.tcp import Security, reason_of
 from pool.core.events import ShutDoor
 
 FRONT, POD = "understudy-front", "understudy-pod"  # in certificates
@@ -176,8 +177,19 @@ class HopDoor:
         for clients in (self.clients, self.in_channels, self._watching):
             clients.discard(client)
 
+    def failed(self, client: ClientConnection, error: OSError) -> None:
+        """The front hears no reason: uvloop closes without an alert of TLS."""
+        self.closed(client)
+        if isinstance(error, ssl.SSLError):
+            self._refused(reason_of(error))
+
+    def _refused(self, why: str) -> None:
+        if self._listener is not None:
+            self._listener.note(f"refused a front: {why}")
+
     def became_idle(self, client: ClientConnection) -> None:
         if not client.is_named(FRONT):
+            self._refused(f"its certificate does not name {FRONT}")
             client.abort()
 
     def came(self, client: ClientConnection, request: HttpRequest) -> None:

@@ -40,6 +40,8 @@ NO_REPORTS = (
     *(asyncio.IncompleteReadError, asyncio.LimitOverrunError),
 )
 PROBLEM_CHARS_MAX = 200  # it may quote the peer
+# A pod that ends does this, and one that does not trust this front.
+REFUSED = "it closed the connection at once; if this persists, `gateway status` in the pod says why"
 WATCH, CHANNELS = (
     f"GET {path} HTTP/1.1\r\nhost: pod\r\n\r\n".encode() for path in (WATCH_PATH, CHANNELS_PATH)
 )
@@ -232,7 +234,7 @@ class PodLinks:
         if channels.stray:
             raise ValueError(f"it answered {channels.stray.decode(errors='replace')!r}")
         if not channels.is_open:
-            raise ConnectionResetError("it closed the connection")
+            raise ConnectionResetError(REFUSED)
         return channels
 
     def _is_silent(self, name: str) -> bool:

@@ -744,6 +744,7 @@ async def test_F7_peer_without_a_fronts_certificate_hears_nothing(bench, who, ce
         said = await reader.read(1024)
         writer.transport.abort()
     assert b"incarnation" not in said
+    await auntil(lambda: pod.hop.problem, "the pod to say why")
 
 
 @in_fleet
