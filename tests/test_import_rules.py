@@ -373,15 +373,15 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_215,
+    "plumbing": 6_205,
     "lockserver": 5_895,
     "gms": 8_425,
     "engine": 15_765,
     "gateway": 10_215,
-    "pool": 6_655,
+    "pool": 6_635,
     "understudy": 7_725,
     "hack": 5_705,
-    "tests": 61_685,
+    "tests": 61_690,
 }
 
 

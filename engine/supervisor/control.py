@@ -15,6 +15,8 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine import messages as msg
 from engine.core.events import Shall, State, Terminate
 from engine.core.lifecycle import HOLDING, tier_of
@@ -24,7 +26,7 @@ from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.settings import HOST_PREFIX
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.pod.messages import EngineReportMsg, PoolWord, SetGoalMsg, Tier
+from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.models import device_of
 from plumbing.pod.observers import PartServer
 from plumbing.service import procfs
@@ -157,7 +159,7 @@ class Control(Handler):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-WHAT_COUNTS = ("state", "tier", "goal", "can_rest", "fault", "incarnation", "pool")  # of a report
+NO_NEWS = {"token": 0, "goal_by": "", "since_ms": 0, "in_flight": 0}  # of a report
 FAULT_CHARS_MAX = 4096
 
 
@@ -172,7 +174,7 @@ class Goals:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._watchers: set[Connection] = set()
-        self._told: tuple[object, ...] = ()
+        self._told: EngineReportMsg | None = None
         self._measured: tuple[str, dict[str, int]] = ("", {})  # of which incarnation
         # Before it is written down: a pool waits for it.
         engine.listeners.insert(0, self._changed)
@@ -203,7 +205,10 @@ class Goals:
 
     def report(self) -> EngineReportMsg:
         """What the engine is now."""
-        engine, now = self._engine, self._engine.lifecycle.now
+        engine, now, running = self._engine, self._engine.lifecycle.now, self._engine.incarnation
+        prepared = running.prepared if running is not None else None
+        places = running.loading.places if running is not None else ()
+        in_pool = running is not None and prepared is not None and engine.settings.model
         return EngineReportMsg(
             engine=engine.settings.engine,
             incarnation=now.incarnation or "",
@@ -216,12 +221,20 @@ class Goals:
             in_flight=engine.history.in_flight,
             can_rest=now.can_rest and not self._cannot_rest(),
             fault=self._fault()[:FAULT_CHARS_MAX],
-            pool=self._pool_word() if engine.settings.model else None,
+            model=engine.settings.model,
+            generation=now.generation,
+            base_bytes=self._base_bytes(running, places) if running and in_pool else {},
+            weights_bytes=shards(prepared.weights_bytes, places) if prepared else {},
+            kv_bytes=shards(prepared.kv_bytes, places) if prepared else {},
+            can_resume=prepared is not None and prepared.continuation != "",
+            is_permanent=now.exit_code is not None,
+            is_leaving=now.is_leaving,
+            is_machine=bool(engine.machine_fault),
         )
 
     def _changed(self) -> None:
         report = self.report()
-        said = tuple(getattr(report, name) for name in WHAT_COUNTS)
+        said = replace(report, **NO_NEWS)
         if said != self._told:
             self._told = said
             self._tell(report)
@@ -271,22 +284,6 @@ class Goals:
         if now.shall.goal is not Tier.AWAKE and now.state in HOLDING:
             return self._cannot_rest() or note
         return note
-
-    def _pool_word(self) -> PoolWord:
-        engine, now, running = self._engine, self._engine.lifecycle.now, self._engine.incarnation
-        prepared = running.prepared if running is not None else None
-        places = running.loading.places if running is not None else ()
-        return PoolWord(
-            model=engine.settings.model,
-            generation=now.generation,
-            base_bytes=self._base_bytes(running, places) if running and prepared else {},
-            weights_bytes=shards(prepared.weights_bytes, places) if prepared else {},
-            kv_bytes=shards(prepared.kv_bytes, places) if prepared else {},
-            can_resume=prepared is not None and prepared.continuation != "",
-            is_permanent=now.exit_code is not None,
-            is_leaving=now.is_leaving,
-            is_machine=bool(engine.machine_fault),
-        )
 
     def _base_bytes(self, running: Incarnation, places: Sequence[str]) -> dict[str, int]:
         if self._measured[0] != running.id:

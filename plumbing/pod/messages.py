@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from plumbing.pod.models import NAME_CHARS_MAX
 from plumbing.wire.messages import Catalogue, Message
@@ -76,36 +76,19 @@ class SetGoalMsg(Message, frozen=True, tag="shall"):
     pool: PoolGoal | None = None
 
 
-class PoolWord(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a pool must know of an engine. Bytes are by device; empty: not known yet.
-
-    `generation`: of the newest goal of a pool that it obeys. `base_bytes`: what its processes take
-    beside weights and KV memory. `weights_bytes` are shared with the model's other engines.
-    `kv_bytes`: what it needs awake. `can_resume`: whether it can go on with a stream that another
-    engine, or itself before a rest, has begun. `is_permanent`: of its fault, which another try
-    would not change. `is_leaving`: it was told to stop, so its end is no fault of the model.
-    `is_machine`: its last end was a fault of the machine, a disk that is full or fails, and it is
-    tried again each second.
-    """
-
-    model: ModelName
-    generation: GoalGeneration | None
-    base_bytes: DeviceBytes
-    weights_bytes: DeviceBytes
-    kv_bytes: DeviceBytes
-    can_resume: bool
-    is_permanent: bool
-    is_leaving: bool = False
-    is_machine: bool = False
-
-
 class EngineReportMsg(Message, frozen=True, tag="am"):
-    """What an engine is now. Sent when `state`, `tier`, `goal`, `can_rest` or `fault` changes, and
-    in a pool when what `pool` says does.
+    """What an engine is now. Sent when anything but its counts and times changes.
 
     `since_ms`: how long it has been in `state`. `can_rest`: whether it can rest and wake without a
     relaunch. `fault`: why it is not at its goal, in one sentence; "" while it is, or is on its way.
-    `pool`: only of an engine with a model's name.
+
+    For a pool: `generation`: of the newest goal of a pool that it obeys. Bytes are by device;
+    empty: not known yet. `base_bytes`: what its processes take beside weights and KV memory.
+    `weights_bytes` are shared with the model's other engines. `kv_bytes`: what it needs awake.
+    `can_resume`: whether it can go on with a stream that another engine, or itself before a rest,
+    has begun. `is_permanent`: of its fault, which another try would not change. `is_leaving`: it
+    was told to stop, so its end is no fault of the model. `is_machine`: its last end was a fault of
+    the machine, a disk that is full or fails, and it is tried again each second.
     """
 
     engine: ShortText
@@ -119,7 +102,15 @@ class EngineReportMsg(Message, frozen=True, tag="am"):
     in_flight: Count
     can_rest: bool
     fault: Reason = ""
-    pool: PoolWord | None = None
+    model: ModelName = ""  # of a pool; "": it has none
+    generation: GoalGeneration | None = None
+    base_bytes: DeviceBytes = field(default_factory=dict)
+    weights_bytes: DeviceBytes = field(default_factory=dict)
+    kv_bytes: DeviceBytes = field(default_factory=dict)
+    can_resume: bool = False
+    is_permanent: bool = False
+    is_leaving: bool = False
+    is_machine: bool = False
 
 
 GOAL_CATALOGUE = Catalogue(

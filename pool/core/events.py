@@ -17,7 +17,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from plumbing.pod.messages import PoolWord, Tier
+from plumbing.pod.messages import EngineReportMsg, Tier
 from pool.core.states import (
     BYTES_MAX,
     MODELS_MAX,
@@ -107,19 +107,11 @@ class GatewayGone(PoolEvent, frozen=True):
     is_watched: bool = False
 
 
-class EngineSaid(PoolEvent, PoolWord, frozen=True, kw_only=True):
-    """An engine's word, with what it says to everybody (`plumbing.pod.messages.EngineReportMsg`).
-    `generation`: the newest goal of ours that it has obeyed or is obeying; what an older one says
-    about the tier counts for nothing."""
+class EngineSaid(PoolEvent, frozen=True):
+    """An engine of ours is as it reports. What it says of its tier under an older goal than our
+    newest counts for nothing."""
 
-    engine: str
-    incarnation: str  # "" between two of them
-    token: int  # of its grant of `active:<model>`; 0: it has none
-    state: str  # of `engine.core.lifecycle`
-    tier: Tier
-    in_flight: int
-    can_rest: bool
-    fault: str = ""
+    report: EngineReportMsg
 
 
 class EngineLost(PoolEvent, frozen=True):

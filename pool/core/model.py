@@ -27,9 +27,9 @@ from enum import StrEnum
 
 from msgspec import Struct, field
 
-from plumbing.pod.messages import Tier
+from plumbing.pod.messages import EngineReportMsg, Tier
 from pool.core.demand import TicketView
-from pool.core.events import Door, EngineSaid, LeaseAsked, Running
+from pool.core.events import Door, LeaseAsked, Running
 from pool.core.states import (
     HOST,
     NEVER_MS,
@@ -97,7 +97,7 @@ class ModelEngine(KeptEngine, eq=False, kw_only=True):
 
     name: str
     model: str
-    said: EngineSaid | None = None
+    said: EngineReportMsg | None = None
     is_connected: bool = False
     dead: tuple[str, ...] = ()  # incarnations
     leaving: str = ""  # the last incarnation that was told to stop

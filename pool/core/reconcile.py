@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from plumbing.errors import InvariantError
-from plumbing.pod.messages import Tier
+from plumbing.pod.messages import EngineReportMsg, Tier
 from pool.core import admission, saved, who_wakes
 from pool.core import events as ev
 from pool.core.facts import Facts, OrderRefused, PoolSetup, WrongMessage, begin_turn, next_step
@@ -273,7 +273,7 @@ def hear(facts: Facts, event: ev.PoolEvent) -> None:
             facts.demand.lose(event.gateway, is_dead=event.is_dead, is_watched=event.is_watched)
             facts.touch_all()
         case ev.EngineSaid():
-            _engine(facts, event)
+            _engine(facts, event.report)
         case ev.EngineLost():
             engine = facts.engines[event.engine]
             engine.is_connected = False
@@ -321,7 +321,7 @@ def _demand(facts: Facts, event: ev.DemandCame) -> None:
 # ------------------------------------------------------------------ engines
 
 
-def _engine(facts: Facts, said: ev.EngineSaid) -> None:
+def _engine(facts: Facts, said: EngineReportMsg) -> None:
     engine = facts.engines[said.engine]
     model = facts.models[engine.model]
     _judge(model, said)
@@ -350,7 +350,7 @@ def _engine(facts: Facts, said: ev.EngineSaid) -> None:
     facts.touch(model.name)
 
 
-def _judge(model: Model, said: ev.EngineSaid) -> None:
+def _judge(model: Model, said: EngineReportMsg) -> None:
     """Raises: WrongMessage."""
     for device in {**said.base_bytes, **said.weights_bytes, **said.kv_bytes}:
         if device not in model.rules.devices:

@@ -16,18 +16,11 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
 from lockserver.client import witness
 from plumbing.errors import ProtocolError
-from plumbing.pod.messages import (
-    GOAL_CATALOGUE,
-    EngineReportMsg,
-    PoolGoal,
-    PoolWord,
-    SetGoalMsg,
-    Tier,
-)
+from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, PoolGoal, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_socket
 from plumbing.service.clock import Timer
 from plumbing.wire.connection import Connection
@@ -70,12 +63,12 @@ class EngineSide:
         """What their processes have there beside weights and KV memory; None: not known of all."""
         total = 0
         for link in self.links.values():
-            word = link.said.pool if link.said is not None else None
-            if word is None or link.said is None or not link.said.incarnation:
+            said = link.said
+            if said is None or not said.incarnation:
                 continue
-            if not word.base_bytes:
+            if not said.base_bytes:
                 return None
-            total += word.base_bytes.get(device, 0)
+            total += said.base_bytes.get(device, 0)
         return total
 
     def close(self) -> None:
@@ -119,15 +112,14 @@ class EngineLink(KeptLink):
 
     def hear(self, message: Message, request_id: int) -> None:
         match message:
-            case EngineReportMsg(pool=PoolWord() as word) if word.model == self.model:
+            case EngineReportMsg() if message.model == self.model:
                 fault = message.fault[:FAULT_CHARS_MAX]
-                self.said, self.problem = message, fault or None
+                self.said = replace(message, engine=self.engine, fault=fault)
+                self.problem = fault or None
                 self._witnesses.heard(self.engine, message.incarnation)
-                said = {**asdict(message), **asdict(word), "engine": self.engine, "fault": fault}
-                names = EngineSaid.__struct_fields__
-                self._feed(EngineSaid(**{name: said[name] for name in names}))
+                self._feed(EngineSaid(self.said))
             case EngineReportMsg():
-                found = f"model {message.pool.model}" if message.pool else "no model's name"
+                found = f"model {message.model}" if message.model else "no model's name"
                 self.problem = f"it runs with {found}; start it with --model-name {self.model}"
             case _:
                 raise ProtocolError("pool.not_an_answer", f"engines do not send {message.TYPE}")

@@ -51,10 +51,9 @@ def test_engine_of_a_model_uses_the_models_locks_and_tells_a_pool_what_it_must_k
     until(lambda: lock.want and lock.want.token, "its claim")
     assert lock.want.lock == "active:chat"
     with engine.client() as client:
-        word = shall(client, None).pool
-        assert word is not None
+        word = shall(client, None)
         assert (word.model, word.generation, word.is_permanent) == ("chat", None, False)
-        assert told(client, Tier.WARM, 3).pool.generation == GoalGeneration("e", 1, 3)
+        assert told(client, Tier.WARM, 3).generation == GoalGeneration("e", 1, 3)
         assert told(client, Tier.AWAKE, 2).goal is Tier.WARM  # older
         with pytest.raises(RemoteError) as caught:
             client.request(SetGoalMsg(Tier.COLD, "x", PoolGoal("coder", GoalGeneration("e", 1, 9))))
@@ -67,13 +66,11 @@ def test_engine_that_is_told_to_stop_says_so_before_its_end(pod, lock):
     engine.until("active")
     with engine.client() as client:
         before = shall(client, None)
-        assert before.pool is not None
-        assert not before.pool.is_leaving
+        assert not before.is_leaving
         engine.process.send_signal(signal.SIGTERM)
         said = client.receive(timeout_s=30).message
         assert isinstance(said, EngineReportMsg)
-        assert said.pool is not None
-        assert (said.incarnation, said.pool.is_leaving) == (before.incarnation, True)
+        assert (said.incarnation, said.is_leaving) == (before.incarnation, True)
 
 
 def test_engine_is_cold_until_it_is_asked_for_more_and_again_when_asked(pod, lock):

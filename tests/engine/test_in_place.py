@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+from msgspec.structs import replace
 
 from engine import messages as m
 from engine.supervisor import state_file
-from engine.supervisor.control import WHAT_COUNTS
+from engine.supervisor.control import NO_NEWS
 from lockserver.messages import CATALOGUE, HandOverMsg, SwitchedOverMsg, SwitchOverMsg
 from plumbing.errors import UnderstudyError
 from plumbing.pod.cli import events_of
@@ -159,7 +160,7 @@ def heard_until(client: BlockingClient, state: str) -> list[EngineReportMsg]:
 
 def assert_no_repeats(words: list[EngineReportMsg]) -> None:
     """A pool judges each word."""
-    counting = [tuple(getattr(word, name) for name in WHAT_COUNTS) for word in words]
+    counting = [replace(word, **NO_NEWS) for word in words]
     for earlier, later in itertools.pairwise(counting):
         assert later != earlier
 

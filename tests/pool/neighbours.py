@@ -19,7 +19,6 @@ from lockserver import witness
 from plumbing.pod.messages import (
     GOAL_CATALOGUE,
     EngineReportMsg,
-    PoolWord,
     SetGoalMsg,
     StatusMsg,
     StatusReplyMsg,
@@ -106,15 +105,6 @@ class StandInEngine(Handler):
 
     def am(self):
         sizes = {DEVICE: MIB} if self.incarnation else {}
-        word = PoolWord(
-            model=self.model,
-            generation=self.generation,
-            base_bytes=sizes,
-            weights_bytes=dict.fromkeys(sizes, 10 * MIB),
-            kv_bytes=dict.fromkeys(sizes, 20 * MIB),
-            can_resume=True,
-            is_permanent=False,
-        )
         return EngineReportMsg(
             engine=self.name,
             incarnation=self.incarnation,
@@ -126,7 +116,12 @@ class StandInEngine(Handler):
             since_ms=0,
             in_flight=0,
             can_rest=True,
-            pool=word,
+            model=self.model,
+            generation=self.generation,
+            base_bytes=sizes,
+            weights_bytes=dict.fromkeys(sizes, 10 * MIB),
+            kv_bytes=dict.fromkeys(sizes, 20 * MIB),
+            can_resume=True,
         )
 
     def received(self, conn, message, request_id, fds):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from plumbing.pod.messages import Tier
+from plumbing.pod.messages import EngineReportMsg, Tier
 from pool.core import events as ev
 from pool.core.facts import ModelSetup, PoolSetup
 from pool.core.reconcile import ModelPool
@@ -37,7 +37,7 @@ class Supervisor:
 
     def said(self, **changed: object) -> ev.EngineSaid:
         tier = {"dead": Tier.COLD, "active": Tier.AWAKE}.get(self.state, Tier.WARM)
-        word = ev.EngineSaid(
+        word = EngineReportMsg(
             engine=self.name,
             model=self.model,
             incarnation=self.incarnation,
@@ -51,9 +51,11 @@ class Supervisor:
             in_flight=self.in_flight,
             can_resume=True,
             can_rest=True,
-            is_permanent=False,
+            goal=self.goal,
+            goal_by="pool",
+            since_ms=0,
         )
-        return replace(word, **changed)  # type: ignore[arg-type]
+        return ev.EngineSaid(replace(word, **changed))  # type: ignore[arg-type]
 
 
 class Pod:

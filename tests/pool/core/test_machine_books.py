@@ -128,8 +128,13 @@ def test_weights_and_kv_are_learnt_where_nobody_can_measure_a_base():
     known = pod.pool.facts.models["a"]
     known.sizes = EngineSizes({GPU: 30 * MIB}, {GPU: 1}, {}, is_estimated=True)
     pod.ask("a")
-    word = pod.supervisors["a0"].said(state="standby", incarnation="a0.1")
-    pod.handle(replace(word, weights_bytes={GPU: 100 * MIB}, kv_bytes={GPU: 500 * MIB}))
+    word = pod.supervisors["a0"].said(
+        state="standby",
+        incarnation="a0.1",
+        weights_bytes={GPU: 100 * MIB},
+        kv_bytes={GPU: 500 * MIB},
+    )
+    pod.handle(word)
     assert known.sizes == EngineSizes(
         {GPU: 30 * MIB}, {GPU: 100 * MIB}, {GPU: 500 * MIB}, is_estimated=True
     )

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.events import State
 from engine.core.lifecycle import tier_of
-from plumbing.pod.messages import Tier
-from pool.core.events import EngineSaid
+from plumbing.pod.messages import EngineReportMsg, Tier
 from pool.core.states import GoalGeneration
 from tests.sim.pool.timeline import Line
 
@@ -65,10 +64,10 @@ class Engine:
     def tier(self) -> Tier:
         return tier_of(self.state, is_away=self.is_away)
 
-    def am(self) -> EngineSaid:
+    def am(self) -> EngineReportMsg:
         sizes = self.world.sizes[self.model]
         is_known = self.is_measured
-        return EngineSaid(
+        return EngineReportMsg(
             engine=self.name,
             model=self.model,
             incarnation=self.incarnation,
@@ -82,6 +81,9 @@ class Engine:
             in_flight=len(self.requests),
             can_resume=self.can_resume,
             can_rest=True,
+            goal=self.goal,
+            goal_by="pool",
+            since_ms=0,
             fault=self.fault,
             is_permanent=self.is_permanent,
             is_machine=self.is_machine,

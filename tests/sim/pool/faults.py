@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
-from pool.core.events import DemandCame, ModelDemand, Order, Ordered, PoolEvent
+from pool.core.events import DemandCame, EngineSaid, ModelDemand, Order, Ordered, PoolEvent
 from pool.core.states import HOST
 from tests.sim.pool.lease import Lease
 
@@ -128,8 +128,8 @@ def lie(world: World) -> None:
     engine, gateway = some_engine(world), world.gateways[0]
     said = engine.am()
     lies: tuple[PoolEvent, ...] = (
-        replace(said, base_bytes={"gpu9": 1}),
-        replace(said, tier=Tier.AWAKE, token=0),
+        EngineSaid(replace(said, base_bytes={"gpu9": 1})),
+        EngineSaid(replace(said, tier=Tier.AWAKE, token=0)),
         DemandCame(gateway.name, {engine.model: ModelDemand(), "nobody": ModelDemand()}),
     )
     pool.lie(lies[int(rng.random() * len(lies))])

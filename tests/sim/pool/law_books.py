@@ -90,22 +90,22 @@ class Books:
                 self.demand.pop(event.gateway, None)
             case MemoryIs():
                 self.outside[event.device] = event.outside_bytes
-            case EngineSaid():
-                self.unheard.discard(event.engine)
-                if event.base_bytes:
-                    self.sizes[event.model] = self.world.sizes[event.model]
-                is_down = event.state == "dead"
-                if event.fault or (is_down and isinstance(self.doors.get(event.model), OpenDoor)):
-                    self.faulted.add(event.model)
-                told = self.goals.get(event.engine)
-                if told and event.generation is not None:
-                    if event.generation.era == self.last[event.engine].generation.era:
-                        self.crossed.discard(event.engine)
-                    self.goals[event.engine] = [
+            case EngineSaid(report=said):
+                self.unheard.discard(said.engine)
+                if said.base_bytes:
+                    self.sizes[said.model] = self.world.sizes[said.model]
+                is_down = said.state == "dead"
+                if said.fault or (is_down and isinstance(self.doors.get(said.model), OpenDoor)):
+                    self.faulted.add(said.model)
+                told = self.goals.get(said.engine)
+                if told and said.generation is not None:
+                    if said.generation.era == self.last[said.engine].generation.era:
+                        self.crossed.discard(said.engine)
+                    self.goals[said.engine] = [
                         order
                         for order in told
-                        if order.generation.era == event.generation.era
-                        and not order.generation.is_older(event.generation)
+                        if order.generation.era == said.generation.era
+                        and not order.generation.is_older(said.generation)
                     ]
             case EngineDead() if event.incarnation:  # else nobody has died: it is an answer
                 self.faulted.add(self.world.engines[event.engine].model)

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from plumbing.pod.messages import EngineReportMsg
 from pool.core.events import (
     AskMemory,
     AskWitness,
@@ -209,8 +210,8 @@ class PoolProcess:
         self.feed(EngineLost(engine.name))
         self.link_soon(engine)
 
-    def hear_engine(self, engine: Engine, said: EngineSaid) -> None:
-        self.feed(said)
+    def hear_engine(self, engine: Engine, said: EngineReportMsg) -> None:
+        self.feed(EngineSaid(said))
         if said.incarnation in engine.dead:  # its witness is looked at
             self.watch(engine, said.incarnation)
 
