@@ -133,7 +133,6 @@ STOPPED = "waiting for all gateways to confirm that they stopped sending"
 
 def _waits(facts: Facts, model: Model) -> Iterator[str | None]:
     """One after the other; None or "": this one is none."""
-    engine = model.main()
     if model.is_unknown or model.is_recovering:
         missing = [each.name for each in model.engines if each.said is None and not each.is_gone]
         if missing:
@@ -144,6 +143,7 @@ def _waits(facts: Facts, model: Model) -> Iterator[str | None]:
             yield unheard(model.rules.devices[0])
         yield model.never or model.wait
     if model.state in RISING:
+        engine = model.main()
         if model.is_unload_ordered:
             yield f"{STOPPED}; then it is unloaded"
         if engine.said is None or not engine.is_connected:

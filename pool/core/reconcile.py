@@ -27,7 +27,7 @@ Must not know of clocks, sockets or files. `saved.py` has its restarts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import EngineReportMsg, Tier
@@ -56,9 +56,11 @@ class ModelPool:
         era: str,
         snapshot: PoolSnapshot | None = None,
         planner: Planner = who_wakes.plan,
+        granted: Iterable[ev.LeaseAsked] = (),
     ) -> None:
-        """`era`: random, for a pool that finds no state of its own; `snapshot` has another one."""
-        self.facts = saved.begin(setup, now_ms, era, snapshot)
+        """`era`: random, for a pool that finds no state of its own; `snapshot` has another one.
+        `granted`: leases of pools before this one."""
+        self.facts = saved.begin(setup, now_ms, era, snapshot, granted)
         self._planner = planner
         self._plan_due_ms = NEVER_MS
         self._is_started = False

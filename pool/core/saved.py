@@ -19,7 +19,7 @@ raised on its devices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from operator import attrgetter
 from zlib import crc32
@@ -70,12 +70,10 @@ class PoolSnapshot(Struct, frozen=True):
     number: int
     door_number: int
     models: Mapping[str, SavedModel]
-    leases: tuple[LeaseAsked, ...]  # that were granted
     gateways: tuple[str, ...] = ()  # that may have requests
 
 
 def saved(facts: Facts) -> PoolSnapshot:
-    leases = [each.lease for each in facts.leases.values() if each.goal is Tier.AWAKE]
     return PoolSnapshot(
         era=facts.era,
         start=facts.start,
@@ -86,7 +84,6 @@ def saved(facts: Facts) -> PoolSnapshot:
             for name, model in facts.models.items()
             if not model.is_unknown
         },
-        leases=tuple(lease for lease in leases if lease is not None),
         gateways=facts.demand.gateways,
     )
 
@@ -113,8 +110,14 @@ def _saved_model(facts: Facts, model: Model) -> SavedModel:
     )
 
 
-def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | None) -> Facts:
-    """What is known before the first event."""
+def begin(
+    setup: PoolSetup,
+    now_ms: float,
+    era: str,
+    snapshot: PoolSnapshot | None,
+    granted: Iterable[LeaseAsked],
+) -> Facts:
+    """What is known before the first event; `granted`: what the leases' own files say."""
     ledger = PoolLedger(setup.rules.margin_bytes, setup.devices)
     facts = Facts(setup.rules, models={}, engines={}, ledger=ledger, era=era, now_ms=now_ms)
     for name, each in setup.models.items():
@@ -123,6 +126,10 @@ def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | No
         facts.models[name] = model
         facts.engines |= {engine.name: engine for engine in engines}
         model.since_ms = model.stage_since_ms = model.last_request_ms = now_ms
+    for asked in granted:
+        facts.leases[asked.lease] = lease = a_lease(asked)
+        ledger.settle(lease.keys[0], asked.bytes)
+        grant(lease)
     if snapshot is not None:
         _restore(facts, snapshot)
     return facts
@@ -132,10 +139,6 @@ def _restore(facts: Facts, snapshot: PoolSnapshot) -> None:
     facts.era, facts.start = snapshot.era, snapshot.start + 1
     facts.door_number = snapshot.door_number
     facts.demand.restore(snapshot.gateways)
-    for asked in snapshot.leases:
-        facts.leases[asked.lease] = lease = a_lease(asked)
-        facts.ledger.settle(lease.keys[0], asked.bytes)
-        grant(lease)
     for name, model in facts.models.items():
         saved = snapshot.models.get(name)
         if saved is not None and saved.shape == shape_of(model):

@@ -45,7 +45,6 @@ from pool.core.model import Model
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
 from pool.core.states import HOST, EntryKind
-from pool.core.who_wakes import unheard
 from pool.core.who_yields import bound_ms
 from pool.pool_file import PoolFile, digests, engines_of, with_changes
 from pool.server.engines import EngineLink, EngineSide
@@ -116,7 +115,9 @@ class PoolServer(Handler):
         self.file = file = _as_changed(settings, self.changed, self.log)
         models, setup = file.models, settings.setup_of(file)
         snapshot = msgspec.convert(record["pool"], PoolSnapshot) if record else None
-        self.pool = ModelPool(setup, clock.now_ms(), secrets.token_hex(8), snapshot)
+        self.leases = LeaseDesk(directory, file.devices, feed)
+        granted, era = self.leases.recover(), secrets.token_hex(8)
+        self.pool = ModelPool(setup, clock.now_ms(), era, snapshot, granted=granted)
         self.facts = self.pool.facts
         self.doors = {name: ev.SetModelDoor(name, 0, None) for name in models}
         self.metrics = PoolMetrics(models, setup.devices)
@@ -127,9 +128,7 @@ class PoolServer(Handler):
         devices = {name: each.devices for name, each in models.items()}
         bases = self.engines.bases
         self.memory = MemorySide(directory, devices, file.host_memory, feed, bases)
-        self.leases = LeaseDesk(directory, file.devices, feed)
         self.started_ms = clock.now_ms()
-        self.leases.recover(self.facts.leases)
         if state.problem is not None:
             message = f"{state.path}: {state.problem}; moved to {state.aside}"
             self.log.record("pool.state_lost", message, "error", {"aside": state.aside})
@@ -398,7 +397,7 @@ def _as_changed(
 
 # -------------------------------------------------------------------------------- the state file
 
-SCHEMA = 7
+SCHEMA = 8
 # A hundred models, each with two engines on 64 devices, and every setting changed. A write costs
 # what is written, not the size of its slot.
 SLOT_BYTES = 1024 * 1024
@@ -639,15 +638,15 @@ def _device(facts: Facts, device: str) -> schema.PoolDevice:
 def _lease(server: PoolServer, lease: Model) -> schema.PoolLeaseFields:
     asked = lease.lease
     assert asked is not None
-    held, is_granted = server.leases.leases.get(asked.lease), lease.goal is Tier.AWAKE
+    held = server.leases.leases.get(asked.lease)
     return schema.PoolLeaseFields(
         lease=asked.lease,
         device=asked.device,
         bytes=asked.bytes,
-        granted=is_granted,
-        waits_for=None if is_granted else unheard(asked.device) if lease.is_blind else lease.wait,
+        granted=lease.goal is Tier.AWAKE,
+        waits_for=wait_of(server.facts, lease),
         priority=asked.priority,
-        command=(held.program if held is not None else "") or None,
+        command=(held.asked.program if held is not None else "") or None,
         pid=(held.pid if held is not None else 0) or None,
         **moment(asked.since_ms, server.clock),
     )

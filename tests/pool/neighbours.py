@@ -127,8 +127,9 @@ class StandInEngine(Handler):
     def received(self, conn, message, request_id, fds):
         assert isinstance(message, SetGoalMsg)
         wanted = message.pool
+        seen = self.generation
         if message.goal is not None and (
-            self.generation is None or self.generation.is_older(wanted.generation)
+            seen is None or seen.era != wanted.generation.era or seen.is_older(wanted.generation)
         ):
             self.generation, self.goal = wanted.generation, message.goal
             self._obey()

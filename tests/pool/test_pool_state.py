@@ -22,7 +22,6 @@ from pool.core.states import (
     ModelState,
 )
 from pool.pool_file import DEVICES_MAX, MODEL_SETTINGS
-from pool.server.leases import LEASES_MAX
 from pool.server.server import FORMAT, SLOT_BYTES, PoolStateFile
 from tests.pool.core.pod import Pod, rules
 
@@ -98,10 +97,6 @@ def largest_pool():
     pod = Pod(dict.fromkeys(names, rules(devices=devices)), engines=2)
     facts, size = pod.pool.facts, dict.fromkeys(devices, BYTES)
     facts.number = facts.door_number = COUNT_MAX
-    for n in range(LEASES_MAX):
-        pod.handle(ev.LeaseAsked(f"{n:016x}", devices[0], BYTES, MS, -1000))
-    for lease in facts.leases.values():
-        lease.goal = Tier.AWAKE
     for model in facts.models.values():
         model.is_unknown = model.is_wanted = model.is_serving = model.has_failed = False
         model.is_again = model.is_permanent = model.pinned = model.is_unload_ordered = False
@@ -131,7 +126,6 @@ def test_largest_pool_fits_the_file_whatever_its_engines_report(directory):
     file.close()
     found = msgspec.convert(loaded(directory).record["pool"], PoolSnapshot)
     assert len(found.models) == MODELS_MAX
-    assert len(found.leases) == LEASES_MAX
 
 
 def test_what_a_longer_record_has_left_in_a_slot_is_gone(directory):

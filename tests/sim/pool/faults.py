@@ -60,10 +60,7 @@ def kill_pool(world: World) -> None:
 
 
 def lose_file(world: World) -> None:
-    """A pool that begins anew: engines and memory service say what there is. What granted leases
-    have is then memory outside, which a world with this fault has none of."""
-    if any(lease.is_granted for lease in world.leases.values()):
-        return
+    """A pool that begins anew: engines, memory service and leases' files say what there is."""
     world.pool.die()
     world.pool.file = None
     world.timeline.after(world.span("restart"), world.pool.start)

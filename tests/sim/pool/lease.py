@@ -14,16 +14,20 @@ class Lease:
     def __init__(self, world: World, name: str, device: str, size: int) -> None:
         self.world, self.name, self.device, self.size = world, name, device, size
         self.since_ms = world.timeline.now_ms
-        self.is_over = self.is_granted = False
+        self.is_over = self.is_granted = self.is_on_file = False
 
     def ask_again(self) -> None:
+        """Who was granted its memory is another program by now, which asks for nothing."""
         if self.is_over:
             self.world.pool.lease_over(self.name)
-            return
-        asked = LeaseAsked(
+        elif not self.is_granted:
+            self.world.pool.lease_asks(self.asked)
+
+    @property
+    def asked(self) -> LeaseAsked:
+        return LeaseAsked(
             lease=self.name, device=self.device, bytes=self.size, since_ms=self.since_ms
         )
-        self.world.pool.lease_asks(asked)
 
     def granted(self) -> None:
         if self.is_over or self.is_granted:

@@ -48,6 +48,7 @@ SHOWN_BY: dict[str, Callable[[], None]] = {
     "no deadline ends a recovery": scenes.the_pool_dies_while_a_model_rests,
     "backfill delays no head": scenes.a_small_model_comes_while_another_makes_room,
     "a fault of the machine is no model's": scenes.the_disk_is_full_while_a_model_loads,
+    "a grant is in the lease's own file": scenes.the_file_is_lost_while_a_lease_is_granted,
 }
 
 
@@ -238,6 +239,13 @@ def starts_are_not_counted(real: Any, pool: Facts, snapshot: Any) -> None:
     """The counter of goals begins anew with every pool, and nothing tells them apart."""
     real(pool, snapshot)
     pool.start = snapshot.start
+
+
+@RULES.instead("a grant is in the lease's own file", "P1:", saved, "begin")
+def leases_are_forgotten_with_the_file(
+    real: Any, setup: Any, now_ms: float, era: str, snapshot: Any, granted: Any
+) -> Facts:
+    return real(setup, now_ms, era, snapshot, granted if snapshot is not None else ())
 
 
 @RULES.instead("parked streams are tickets", "P11:|P15:|P7:", Demand, "tickets", 36)

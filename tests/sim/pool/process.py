@@ -77,7 +77,8 @@ class PoolProcess:
             tuple(world.devices),
             world.pool_rules,
         )
-        self.core = ModelPool(setup, now, f"era-{world.eras}", self.file, judged_plan)
+        era, granted = f"era-{world.eras}", self.granted()
+        self.core = ModelPool(setup, now, era, self.file, judged_plan, granted)
         self.goals, self.doors, self.asked, self.answered = {}, {}, {}, {}
         self.lines = {name: Line() for name in ("memory", "witnesses")}
         world.law.pool_started()
@@ -93,6 +94,10 @@ class PoolProcess:
             self.link_gateway_soon(gateway)
         for lease in world.leases.values():
             lease.ask_again()
+
+    def granted(self) -> list[LeaseAsked]:
+        """What the files of leases say, which the pool has written before it told the grant."""
+        return [lease.asked for lease in self.world.leases.values() if lease.is_on_file]
 
     def die(self) -> None:
         if self.core is None:
@@ -176,6 +181,7 @@ class PoolProcess:
                 self.asked[effect.engine] = effect.number
                 self.answer_witness(world.engines[effect.engine])
             case GrantLease():
+                world.leases[effect.lease].is_on_file = True
                 timeline.soon(world.leases[effect.lease].granted)
             case RefuseLease():
                 timeline.soon(world.leases[effect.lease].refused)

@@ -9,8 +9,9 @@ import random
 from collections.abc import Callable
 
 from pool.core.states import EngineSizes, ModelRules, ModelState
-from tests.sim.pool.faults import kill_pool
+from tests.sim.pool.faults import kill_pool, lose_file
 from tests.sim.pool.gateway import Kind, Request
+from tests.sim.pool.lease import Lease
 from tests.sim.pool.runs import settle
 from tests.sim.pool.world import Shape, World
 
@@ -151,6 +152,19 @@ def the_disk_is_full_while_a_model_loads() -> None:
     settle(world)
 
 
+def the_file_is_lost_while_a_lease_is_granted() -> None:
+    """m0 does not fit beside it."""
+    world = SceneWorld((1, 9, 8))
+    lease = world.leases["l"] = Lease(world, "l", "gpu0", 10)
+    lease.ask_again()
+    world.pass_time(1_000)
+    assert lease.is_granted
+    lose_file(world)
+    world.pass_time(1_000)
+    world.ask("m0")
+    world.pass_time(10_000)
+
+
 SCENES: tuple[Callable[[], None], ...] = (
     a_client_leaves_while_its_model_waits,
     two_models_hold_weights_and_wait_for_each_other,
@@ -158,4 +172,5 @@ SCENES: tuple[Callable[[], None], ...] = (
     the_pool_dies_while_a_model_rests,
     a_small_model_comes_while_another_makes_room,
     the_disk_is_full_while_a_model_loads,
+    the_file_is_lost_while_a_lease_is_granted,
 )
