@@ -143,10 +143,13 @@ def next_level_ms(since_ms: float, now_ms: float, rules: PoolRules) -> float:
 
 
 def next_change_ms(
-    tickets: Collection[Ticket], drained_ms: float | None, now_ms: float, rules: PoolRules
+    tickets: Collection[Ticket | TicketView],
+    drained_ms: float | None,
+    now_ms: float,
+    rules: PoolRules,
 ) -> float:
-    """Not later than when time alone makes another ticket of the model the first one. Of tickets of
-    one priority the oldest stays first."""
+    """Not later than when time alone makes another one of these the first one. Of tickets of one
+    priority the oldest stays first."""
     if len({ticket.priority for ticket in tickets}) < 2:
         return NEVER_MS
     floor_ms = float("-inf") if drained_ms is None else drained_ms

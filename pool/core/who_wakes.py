@@ -25,7 +25,7 @@ from msgspec import Struct
 from plumbing.pod.messages import Tier
 from plumbing.text import duration, size
 from pool.core import who_yields
-from pool.core.demand import next_level_ms, order_of
+from pool.core.demand import next_change_ms, order_of
 from pool.core.ledger import DeviceView
 from pool.core.model import LEASE_PREFIX, Leaving, Model
 from pool.core.states import FALLING, HOST, NEVER_MS, REST, ModelState, PoolRules
@@ -141,7 +141,9 @@ class _Planner:
             decisions[claim.model.name] = self._backfill(claim, before)
         unyields = self._unyields()
         rests, rest_due_ms = rests_of(self.models, self.asked, self.now_ms)
-        due_ms = min(self.due_ms, rest_due_ms, self._order_due_ms(claims))
+        tickets = [claim.ticket for claim in claims]
+        order_due_ms = next_change_ms(tickets, None, self.now_ms, self.rules)
+        due_ms = min(self.due_ms, rest_due_ms, order_due_ms)
         return Plan(decisions, rests, unyields, due_ms)
 
     # ------------------------------------------------------------------ who claims what
@@ -166,14 +168,6 @@ class _Planner:
             found.append(Head(model, model.ticket, order, extra, places))
         found.sort(key=lambda claim: (not claim.model.has_plan, claim.order, claim.model.name))
         return found
-
-    def _order_due_ms(self, claims: Sequence[Head]) -> float:
-        """When age alone may put one claim before another: never between equal priorities."""
-        if len({claim.ticket.priority for claim in claims}) < 2:
-            return NEVER_MS
-        return min(
-            next_level_ms(claim.ticket.since_ms, self.now_ms, self.rules) for claim in claims
-        )
 
     def _before(self, claim: Head) -> Head | None:
         """The first claim on one of its devices."""

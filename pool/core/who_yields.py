@@ -34,7 +34,7 @@ from plumbing.pod.messages import Tier
 from pool.core.demand import TicketView, order_of
 from pool.core.model import Model
 from pool.core.states import NEVER_MS, REST, RISING, ModelState, PoolRules
-from pool.core.who_sleeps import Victim
+from pool.core.who_sleeps import Victim, sleeps_at_ms
 
 # Awake and quiet for so long is idle, however costly it is to wake again; so a head need not wait
 # longer for that.
@@ -121,11 +121,10 @@ def idle_after_ms(model: Model) -> float:
 
 
 def idle_from_ms(model: Model) -> float:
-    """From when it is idle; infinite while it has work. One that was woken a moment ago has not
-    been asked yet."""
+    """From when it is idle; infinite while it has work."""
     if model.in_flight or model.ticket is not None:
         return NEVER_MS
-    return max(model.last_request_ms, model.awake_since_ms or 0.0) + idle_after_ms(model)
+    return sleeps_at_ms(model.last_request_ms, model.awake_since_ms or 0.0, idle_after_ms(model))
 
 
 # ------------------------------------------------------------------------------------ candidates

@@ -59,18 +59,6 @@ class EngineSide:
             self.witnesses.withdraw(told.engine)
         self.links[told.engine].tell(told)
 
-    def bases(self, device: str) -> int | None:
-        """What their processes have there beside weights and KV memory; None: not known of all."""
-        total = 0
-        for link in self.links.values():
-            said = link.said
-            if said is None or not said.incarnation:
-                continue
-            if not said.base_bytes:
-                return None
-            total += said.base_bytes.get(device, 0)
-        return total
-
     def close(self) -> None:
         self.witnesses.close()
 
@@ -87,7 +75,6 @@ class EngineLink(KeptLink):
         super().__init__(engine_socket(directory, engine), GOAL_CATALOGUE)
         self.engine, self.model = engine, model
         self._feed, self._witnesses = feed, witnesses
-        self.said: EngineReportMsg | None = None  # its last word, while it is connected
         self._goal = SetGoalMsg()
 
     @property
@@ -105,19 +92,16 @@ class EngineLink(KeptLink):
         conn.send(self._goal, 1)
 
     def lose(self, reason: str) -> None:
-        if self.said is not None:
-            self.said = None
-            self._witnesses.suspect(self.engine)
-            self._feed(EngineLost(self.engine))
+        self._witnesses.suspect(self.engine)
+        self._feed(EngineLost(self.engine))
 
     def hear(self, message: Message, request_id: int) -> None:
         match message:
             case EngineReportMsg() if message.model == self.model:
                 fault = message.fault[:FAULT_CHARS_MAX]
-                self.said = replace(message, engine=self.engine, fault=fault)
                 self.problem = fault or None
                 self._witnesses.heard(self.engine, message.incarnation)
-                self._feed(EngineSaid(self.said))
+                self._feed(EngineSaid(replace(message, engine=self.engine, fault=fault)))
             case EngineReportMsg():
                 found = f"model {message.model}" if message.model else "no model's name"
                 self.problem = f"it runs with {found}; start it with --model-name {self.model}"

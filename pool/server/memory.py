@@ -43,12 +43,12 @@ class MemorySide:
         models: Mapping[str, Sequence[str]],
         host_bytes: int,
         feed: Callable[[PoolEvent], None],
-        bases: Callable[[str], int | None],
+        beside: Callable[[str], int | None],
     ) -> None:
-        """`models`: the devices of each. `host_bytes`: for copies of weights, 0 for none. `bases`:
-        what engines have on a device beside weights and KV memory; None while that is not known of
-        one of them."""
-        self._host_bytes, self._feed, self._bases = host_bytes, feed, bases
+        """`models`: the devices of each. `host_bytes`: for copies of weights, 0 for none. `beside`:
+        what engines and leases have on a device beside weights and KV memory; None while that is
+        not known of one of them."""
+        self._host_bytes, self._feed, self._beside = host_bytes, feed, beside
         self._places: dict[str, list[PlaceLink]] = {}  # by device, HOST included
         self._told: dict[str, MemoryIs] = {}
         self._samples: dict[str, deque[int]] = {}  # the last ones
@@ -118,10 +118,10 @@ class MemorySide:
         """What is used outside the pool. An engine that starts takes memory before it
         can say so, and two samples are not of one instant: so the least of the last samples counts.
         """
-        bases = self._bases(device)
+        beside = self._beside(device)
         samples = self._samples.setdefault(device, deque(maxlen=SAMPLES))
-        if bases is not None and used_bytes is not None:
-            ours = bases + held_bytes
+        if beside is not None and used_bytes is not None:
+            ours = beside + held_bytes
             now_s = asyncio.get_running_loop().time()
             if samples and now_s - self._sampled_s[device] < SAMPLE_S / 2:
                 samples.pop()  # of the same moment

@@ -41,7 +41,7 @@ from pool import schema, status_text
 from pool.core import events as ev
 from pool.core.admission import expected_ms, wait_of
 from pool.core.facts import Facts
-from pool.core.model import Model
+from pool.core.model import Model, ModelEngine
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
 from pool.core.states import HOST, EntryKind
@@ -126,8 +126,8 @@ class PoolServer(Handler):
         engines_by_model = {name: engines_of(name, each) for name, each in models.items()}
         self.engines = EngineSide(directory, engines_by_model, feed)
         devices = {name: each.devices for name, each in models.items()}
-        bases = self.engines.bases
-        self.memory = MemorySide(directory, devices, file.host_memory, feed, bases)
+        beside = functools.partial(beside_bytes, self.facts)
+        self.memory = MemorySide(directory, devices, file.host_memory, feed, beside)
         self.started_ms = clock.now_ms()
         if state.problem is not None:
             message = f"{state.path}: {state.problem}; moved to {state.aside}"
@@ -571,7 +571,7 @@ def _model(server: PoolServer, model: Model) -> schema.PoolModel:
         in_flight=facts.demand.in_flight(model.name),
         door={"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
         holder=None if holder is None else schema.PoolHolder(holder.name, model.token),
-        engines=[_engine(server.engines.links[each.name], model) for each in model.engines],
+        engines=[_engine(server.engines.links[each.name], each, model) for each in model.engines],
         bytes=booked,
         estimated=sizes is None or sizes.is_estimated,
         sizes=None
@@ -604,13 +604,25 @@ def _rounded(spent_ms: float | None) -> int | None:
     return None if spent_ms is None or math.isinf(spent_ms) else round(spent_ms)
 
 
-def _engine(link: EngineLink, model: Model) -> schema.PoolEngine:
-    state = link.said.state if link.said is not None else None
+def _engine(link: EngineLink, engine: ModelEngine, model: Model) -> schema.PoolEngine:
+    state = engine.said.state if engine.said is not None and engine.is_connected else None
     is_shadow = link.engine != model.main().name
     return schema.PoolEngine(link.engine, is_shadow, link.goal, state, link.problem)
 
 
 # -------------------------------------------------------------------------------------- memory
+
+
+def beside_bytes(facts: Facts, device: str) -> int | None:
+    """What engines and leases have there beside weights and KV memory; None: not known of all."""
+    total = sum(lease.booked.get(device, 0) for lease in facts.leases.values())
+    for engine in facts.engines.values():
+        if engine.said is None or not (engine.is_connected and engine.incarnation):
+            continue
+        if not engine.said.base_bytes:
+            return None
+        total += engine.said.base_bytes.get(device, 0)
+    return total
 
 
 def _device(facts: Facts, device: str) -> schema.PoolDevice:

@@ -60,6 +60,10 @@ def document(directory):
     return ask_status(pool_socket(directory), CATALOGUE)
 
 
+def outside(directory):
+    return document(directory)["devices"][0]["outside_bytes"]
+
+
 def model(directory, name):
     return next(each for each in document(directory)["models"] if each["model"] == name)
 
@@ -209,6 +213,12 @@ async def test_lease_lasts_as_long_as_any_of_its_processes(place):
             # Its arguments may hold secrets, and are nowhere: status is on an open port.
             assert found["leases"][0]["command"] == "sh"
             assert found["leases"][0]["pid"] > 0
+            # What it uses is booked already. Twice 16 MiB are another program's.
+            used = (10 + 1 + 20 + 32) * MIB
+            world.memory["chat"].weights.used_bytes = used
+            await auntil(lambda: outside(directory) == 32 * MIB, "the stranger's memory", 30)
+            world.memory["chat"].weights.used_bytes = 0
+            await auntil(lambda: not outside(directory), "the stranger's end", 30)
             _, explained, _ = await command(directory, "explain")
             file_bytes = Path(directory, "pool.json").read_bytes()
             assert b"SECRET" not in file_bytes + explained.encode() + json.dumps(found).encode()
