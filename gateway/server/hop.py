@@ -188,7 +188,7 @@ class HopDoor:
             self._listener.note(f"refused a front: {why}")
 
     def became_idle(self, client: ClientConnection) -> None:
-        if not client.is_named(FRONT):
+        if client not in self.in_channels and not client.is_named(FRONT):
             self._refused(f"its certificate does not name {FRONT}")
             client.abort()
 
