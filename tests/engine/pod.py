@@ -77,6 +77,11 @@ class Engine:
         document = self.status()
         return document["engine"]["state"] if document else "unreachable"
 
+    @property
+    def reason(self) -> str:
+        document = self.status()
+        return str(document["engine"]["reason"]) if document else ""
+
     def until(self, state: str, *, number: int = 0) -> dict[str, Any]:
         """Wait for `state` in launch `number` or a later one; the status then."""
 

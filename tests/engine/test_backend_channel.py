@@ -4,7 +4,6 @@ And when a draining backend is done, of a real TCP connection."""
 
 import asyncio
 import errno
-import os
 import socket
 
 import pytest
@@ -17,6 +16,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
+from tests.helpers import auntil, open_fds
 
 
 class Failing:
@@ -36,49 +36,38 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("error", "sentence"), FAILURES)
-def test_supervisor_hears_of_every_failed_request(error, sentence):
-    async def faults():
-        loop = asyncio.get_running_loop()
-        fault = loop.create_future()
-        prepared = asyncio.Event()
-        ours = BackendChannel(
-            on_message=lambda message: prepared.set(),
-            on_fault=lambda text, is_machine, code: fault.set_result((text, is_machine)),
-            on_closed=lambda reason: None,
-        )
-        channel = Channel(ours.open())
-        channel.prepared(Failing(error), msg.PreparedMsg(1, 1, "epoch"))
-        await asyncio.wait_for(prepared.wait(), 30)
-        reader, writer = socket.socketpair()
-        writer.close()
-        wake = msg.WakeMsg(1, "e1")
-        ours.ask(wake, msg.WokenMsg, print, [OwnedFd(reader.detach())])
-        try:
-            return await asyncio.wait_for(fault, 30)
-        finally:
-            channel.closed = lambda *args: None  # it would end this process
-            for each in (ours._conn, channel._conn):
-                each.close("the test is over")
-
-    before = os.listdir("/proc/self/fd")
-    text, is_machine = asyncio.run(faults())
+async def test_supervisor_hears_of_every_failed_request(error, sentence):
+    before = len(open_fds())
+    fault = asyncio.get_running_loop().create_future()
+    prepared = asyncio.Event()
+    ours = BackendChannel(
+        on_message=lambda message: prepared.set(),
+        on_fault=lambda text, is_machine, code: fault.set_result((text, is_machine)),
+        on_closed=lambda reason: None,
+    )
+    channel = Channel(ours.open())
+    channel.prepared(Failing(error), msg.PreparedMsg(1, 1, "epoch"))
+    await asyncio.wait_for(prepared.wait(), 30)
+    reader, writer = socket.socketpair()
+    writer.close()
+    ours.ask(msg.WakeMsg(1, "e1"), msg.WokenMsg, print, [OwnedFd(reader.detach())])
+    text, is_machine = await asyncio.wait_for(fault, 30)
     assert sentence in text
     assert is_machine is (getattr(error, "errno", None) == errno.ENOSPC)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    channel.closed = lambda *args: None  # it would end this process
+    for each in (ours._conn, channel._conn):
+        each.close("the test is over")
+    await auntil(lambda: len(open_fds()) == before, "every descriptor to be closed")
 
 
-def test_supervisor_is_told_why_a_channel_was_closed():
+async def test_supervisor_is_told_why_a_channel_was_closed():
     """Goal: a channel that ends by the supervisor's own verdict is not taken for a backend's death.
     Method: the backend answers what nobody asked."""
-
-    async def reason():
-        closed = asyncio.get_running_loop().create_future()
-        ours = BackendChannel(on_message=print, on_fault=print, on_closed=closed.set_result)
-        with ours.open() as theirs:
-            theirs.sendall(encode_frame(msg.CHANNEL.encode(msg.DrainedMsg(), 7), 0))
-            return await asyncio.wait_for(closed, 30)
-
-    assert "there is no request 7" in asyncio.run(reason())
+    closed = asyncio.get_running_loop().create_future()
+    ours = BackendChannel(on_message=print, on_fault=print, on_closed=closed.set_result)
+    with ours.open() as theirs:
+        theirs.sendall(encode_frame(msg.CHANNEL.encode(msg.DrainedMsg(), 7), 0))
+        assert "there is no request 7" in await asyncio.wait_for(closed, 30)
 
 
 @pytest.mark.parametrize("is_gone", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 from plumbing.pod.paths import loader_lock
 from plumbing.service import procfs
-from tests.engine.pod import QUICK, Engine
+from tests.engine.pod import QUICK
 from tests.helpers import open_fds, until
 
 # Hung after 0.3 s, although no standby is ready.
@@ -60,10 +60,13 @@ def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hangs_at", "state"), [("prepare", "init"), ("wake", "waking")])
+@pytest.mark.parametrize(
+    ("hangs_at", "state"), [("prepare", "init"), ("", "standby"), ("wake", "waking")]
+)
 def test_stopped_process_is_found_long_before_the_budget_of_its_state(pod, lock, hangs_at, state):
-    """Goal: SIGSTOP costs seconds, also where the backend is asked nothing and has a minute, or two
-    hours. Method: stop a process while it is on its way."""
+    """Goal: SIGSTOP costs seconds, also where the backend is asked nothing and has a minute, two
+    hours, or all the time. Method: stop a process while it is on its way, or stands by."""
+    lock.auto = () if state == "standby" else lock.auto
     engine = pod.engine("e-0", "--hang-at", hangs_at, flags=QUICK)
     engine.until(state)
     pid, *_ = until(engine.pids, "its processes").values()
@@ -97,18 +100,13 @@ def test_loader_lock_is_held_from_may_load_to_attached(pod, directory, lock):
     with open(path, "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         engine = pod.engine("e-0", "--load", "--load-until", str(gate))
-        until(lambda: "loader lock" in reason_of(engine), "it to wait")
+        until(lambda: "loader lock" in engine.reason, "it to wait")
     until(lambda: not is_free(path), "the lock to be taken")
     gate.touch()
     engine.until("standby")
     assert is_free(path)
     lock.run(lock.start())
     engine.until("active")
-
-
-def reason_of(engine: Engine) -> str:
-    document = engine.status()
-    return str(document["engine"]["reason"]) if document is not None else ""
 
 
 def is_free(path: str) -> bool:

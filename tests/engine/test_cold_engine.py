@@ -33,14 +33,8 @@ def told(
     return reply
 
 
-def reason_of(engine: Engine) -> str:
-    document = engine.status()
-    assert document is not None
-    return str(document["engine"]["reason"])
-
-
 def is_cold(engine: Engine) -> bool:
-    return reason_of(engine).startswith("made cold")
+    return engine.reason.startswith("made cold")
 
 
 def test_engine_of_a_model_uses_the_models_locks_and_tells_a_pool_what_it_must_know(pod, lock):
@@ -77,7 +71,7 @@ def test_engine_is_cold_until_it_is_asked_for_more_and_again_when_asked(pod, loc
     """Goal: a cold engine is a supervisor alone, which says why, whose probes restart nothing, and
     which a restarted supervisor leaves so. Method: start cold; warm; cold again; restart; awake."""
     engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL, "--goal", "cold"))
-    until(lambda: engine.status() and is_cold(engine), "a supervisor without a backend")
+    until(lambda: is_cold(engine), "a supervisor without a backend")
     assert engine.get("/startup")[0] == engine.get("/live")[0] == 200
     assert engine.get("/ready")[0] == 503
     until(lambda: lock.want and lock.want.incarnation is None, "its want")
@@ -88,13 +82,13 @@ def test_engine_is_cold_until_it_is_asked_for_more_and_again_when_asked(pod, loc
         told(client, Tier.COLD, 2)
         assert heard_until(client, "dead")[-1].fault == ""
         until(lambda: is_cold(engine), "the end of all processes")
-        assert reason_of(engine) == "made cold by the pool: no backend runs"
+        assert engine.reason == "made cold by the pool: no backend runs"
         until(lambda: lock.want and lock.want.incarnation is None, "the lock to be given up")
         assert engine.pids() == {}
         assert told(client, Tier.WARM, 2).goal is Tier.COLD  # not acted on twice
     engine.stop()
     engine = pod.engine("chat-0", *RESTS, flags=(*QUICK, *MODEL))
-    until(lambda: engine.status() and is_cold(engine), "the next supervisor, still cold")
+    until(lambda: is_cold(engine), "the next supervisor, still cold")
     with engine.client() as client:
         assert told(client, Tier.WARM, 1).goal is Tier.COLD  # older than what is on file
         told(client, Tier.AWAKE, 3)
@@ -106,7 +100,7 @@ def test_first_load_of_an_engine_that_was_cold_is_not_taken_for_a_hang(pod, lock
     backend that hangs before it is prepared; the probes, also of the next supervisor."""
     hangs = ("--hang-at", "prepare")
     engine = pod.engine("chat-0", *hangs, flags=(*QUICK, *MODEL, "--goal", "cold"))
-    until(lambda: engine.status() and is_cold(engine), "a supervisor without a backend")
+    until(lambda: is_cold(engine), "a supervisor without a backend")
     with engine.client() as client:
         told(client, Tier.WARM, 1)
     engine.until("init")

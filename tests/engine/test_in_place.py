@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -243,19 +241,6 @@ def test_goal_that_cannot_be_is_refused(pod, lock):
     with engine.client() as client:
         assert shall(client, None).goal is Tier.AWAKE
     assert engine.state == "active"
-
-
-@pytest.mark.slow
-def test_stopped_process_of_a_parked_engine_is_found_before_it_is_needed(pod):
-    """SIGSTOP one process of a standby that nobody asks anything: it is killed with its tree and
-    relaunched, and the reason has its name; the other engine serves on."""
-    one, two = pair(pod)
-    pids = one.pids()
-    os.kill(two.pids()["model"], signal.SIGSTOP)
-    (death,) = two.until("standby", number=2)["deaths"]
-    assert (death["cause"], "model (pid" in death["message"]) == ("stopped", True)
-    assert pod.ask()[0] == "e-0"
-    assert one.pids() == pids
 
 
 def hand_over(stub: StubLock) -> None:

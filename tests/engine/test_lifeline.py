@@ -109,17 +109,14 @@ async def test_death_is_told_once(holder, when):
     assert told == ["dying"]
 
 
-def test_notice_arrives_before_the_process_is_gone():
-    async def main() -> None:
+async def test_notice_arrives_before_the_process_is_gone():
+    with contextlib.closing(Holder("thread")) as holder:
         told: list[str] = []
         watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
         holder.end_main_thread()
         await auntil(lambda: told, "notice of the death")
         assert not holder.is_gone
         watch.close()
-
-    with contextlib.closing(Holder("thread")) as holder:
-        asyncio.run(main())
 
 
 async def test_nothing_is_called_after_close(holder):
@@ -142,18 +139,15 @@ async def test_nothing_is_called_after_close(holder):
         (None, 0, 0),
     ],
 )
-def test_what_is_no_lifeline_is_refused(flags, size, seals):
-    async def main() -> None:
-        with pytest.raises(ProtocolError) as caught:
-            lifeline.LifelineWatch(fd, lambda: None)
-        assert caught.value.code == "lifeline.bad"
-
+async def test_what_is_no_lifeline_is_refused(flags, size, seals):
     fd = os.open("/dev/null", os.O_RDONLY) if flags is None else os.memfd_create("no", flags)
     if flags is not None:
         os.ftruncate(fd, size)
     if seals:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    asyncio.run(main())
+    with pytest.raises(ProtocolError) as caught:
+        lifeline.LifelineWatch(fd, lambda: None)
+    assert caught.value.code == "lifeline.bad"
     os.close(fd)
     assert not watchers()
 

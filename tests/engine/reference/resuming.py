@@ -21,6 +21,7 @@ from engine.backends.reference.text import Tokenizer
 from engine.messages import Counts
 from plumbing import gateway_protocol as hop
 from tests.engine.reference.support import cache_for, decoder_of
+from tests.helpers import on_loop_of
 
 MAX_CONTEXT = 160
 REQUEST_ID = "the-request"
@@ -148,9 +149,12 @@ async def pod(directory: Path) -> AsyncIterator[Pod]:
         yield Pod(served, link, client)
 
 
-def with_pod(model: Path, test: Callable[[Pod], Awaitable[None]]) -> None:
+def _run(model: Path, test: Callable[[Pod], Awaitable[None]]) -> None:
     async def main() -> None:
         async with pod(model) as engine:
             await test(engine)
 
     asyncio.run(main())
+
+
+with_pod = on_loop_of("model", "engine", _run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 from plumbing import __version__
@@ -21,50 +20,44 @@ async def refusal(answer: Any) -> tuple[int, str]:
     return answer.status, error["code"]
 
 
-def test_models_are_listed_and_named(model: Path):
-    async def test(engine: Pod) -> None:
-        answer = await engine.client.get("/v1/models")
-        listed = await answer.json()
-        assert (answer.status, listed["object"], listed["data"][0]["id"]) == (200, "list", "tiny")
-        headers = answer.headers
-        assert (headers["X-Understudy-Engine"], headers["X-Understudy-Token"]) == ("engine-0", "7")
-
-    with_pod(model, test)
+@with_pod
+async def test_models_are_listed_and_named(engine: Pod):
+    answer = await engine.client.get("/v1/models")
+    listed = await answer.json()
+    assert (answer.status, listed["object"], listed["data"][0]["id"]) == (200, "list", "tiny")
+    headers = answer.headers
+    assert (headers["X-Understudy-Engine"], headers["X-Understudy-Token"]) == ("engine-0", "7")
 
 
-def test_gateway_learns_who_answers(model: Path):
-    async def test(engine: Pod) -> None:
-        engine.served.continuation_id = "an id"
-        async with engine.client.get(hop.HELLO_PATH) as answer:
-            assert answer.headers[hop.TOKEN] == "7"
-            assert await answer.json() == {
-                "engine": "engine-0",
-                "token": 7,
-                "continuation_id": "an id",
-                "continuation": "exact",
-                "body_bytes_max": 4 << 20,
-                "models": ["tiny"],
-                "problem": None,
-                "version": hop.VERSION,
-                "backend_version": __version__,
-                "slots": 2,
-            }
-
-    with_pod(model, test)
+@with_pod
+async def test_gateway_learns_who_answers(engine: Pod):
+    engine.served.continuation_id = "an id"
+    async with engine.client.get(hop.HELLO_PATH) as answer:
+        assert answer.headers[hop.TOKEN] == "7"
+        assert await answer.json() == {
+            "engine": "engine-0",
+            "token": 7,
+            "continuation_id": "an id",
+            "continuation": "exact",
+            "body_bytes_max": 4 << 20,
+            "models": ["tiny"],
+            "problem": None,
+            "version": hop.VERSION,
+            "backend_version": __version__,
+            "slots": 2,
+        }
 
 
-def test_prompt_as_tokens_is_taken_as_it_is(model: Path):
+@with_pod
+async def test_prompt_as_tokens_is_taken_as_it_is(engine: Pod):
     """Goal: nothing is added to token ids. Method: one letter as text and one token, counted."""
 
     async def complete(engine: Pod, prompt: Any) -> Any:
         return json.loads((await engine.ask(COMPLETIONS, {**GREEDY, "prompt": prompt}))[2])
 
-    async def test(engine: Pod) -> None:
-        text, tokens = await complete(engine, "A"), await complete(engine, [65])
-        assert text["usage"]["prompt_tokens"] == 2  # with the beginning of text
-        assert tokens["usage"]["prompt_tokens"] == 1
-
-    with_pod(model, test)
+    text, tokens = await complete(engine, "A"), await complete(engine, [65])
+    assert text["usage"]["prompt_tokens"] == 2  # with the beginning of text
+    assert tokens["usage"]["prompt_tokens"] == 1
 
 
 BAD: list[tuple[str, bytes, int, str]] = [
@@ -91,17 +84,14 @@ BAD: list[tuple[str, bytes, int, str]] = [
 ]
 
 
-def test_bad_requests_get_an_openai_error(model: Path):
+@with_pod
+async def test_bad_requests_get_an_openai_error(engine: Pod):
     """Goal: refused before anything is generated. Method: one wrong request each, and one whose
     bytes are not what their encoding says."""
-
-    async def test(engine: Pod) -> None:
-        for path, body, status, code in BAD:
-            answer = await engine.client.post(path, data=io.BytesIO(body))
-            assert await refusal(answer) == (status, code), body[:80]
-        headers = {"Content-Encoding": "gzip"}
-        answer = await engine.client.post(COMPLETIONS, data=b"this is no gzip", headers=headers)
-        assert await refusal(answer) == (400, "bad_body")
-        assert engine.link.started == 0
-
-    with_pod(model, test)
+    for path, body, status, code in BAD:
+        answer = await engine.client.post(path, data=io.BytesIO(body))
+        assert await refusal(answer) == (status, code), body[:80]
+    headers = {"Content-Encoding": "gzip"}
+    answer = await engine.client.post(COMPLETIONS, data=b"this is no gzip", headers=headers)
+    assert await refusal(answer) == (400, "bad_body")
+    assert engine.link.started == 0

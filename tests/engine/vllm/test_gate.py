@@ -21,24 +21,14 @@ async def _receive():
     return {"type": "http.request", "body": b""}
 
 
-async def _call(traffic, app, scope=HTTP, receive=_receive):
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    await gate.Gate(app, traffic)(dict(scope), receive, send)
-    return sent
-
-
-def test_a_request_that_fails_is_no_longer_in_flight(traffic):
+async def test_a_request_that_fails_is_no_longer_in_flight(traffic):
     """Goal: no count leaks, or a drain would wait for ever; method: an application that raises."""
 
     async def broken(scope, receive, send):
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        asyncio.run(_call(traffic, broken))
+        await gate.Gate(broken, traffic)(dict(HTTP), _receive, None)
     assert traffic.in_flight == 0
 
 
@@ -47,11 +37,11 @@ TOKEN = {"type": "http.response.body", "body": b"data: a", "more_body": True}
 
 
 @pytest.mark.parametrize("before", [[], [BEGUN, TOKEN]], ids=["no byte", "mid-stream"])
-def test_a_dead_engine_sends_and_accepts_nothing_more(traffic, before):
+async def test_a_dead_engine_sends_and_accepts_nothing_more(traffic, before):
     """Goal: clients of an engine that dies see a cut and ask again: none gets a 500 that it takes
     for final, or takes a broken stream for a whole answer. Method: vLLM's error event and `[DONE]`
     behind what was sent before the death, and a request that comes later."""
-    calls = []
+    calls, sent, closed = [], [], asyncio.Queue()
 
     async def dying(scope, receive, send):
         calls.append(scope)
@@ -61,23 +51,17 @@ def test_a_dead_engine_sends_and_accepts_nothing_more(traffic, before):
         await send({"type": "http.response.start", "status": 500})
         await send({"type": "http.response.body", "body": b"data: [DONE]"})
 
-    async def scenario():
-        sent, closed = [], asyncio.Queue()
-        traffic.on_dead = lambda: closed.put_nowait(True)
+    async def send(message):
+        sent.append(message)
 
-        async def send(message):
-            sent.append(message)
-
-        requests = []
-        for _ in range(2):
-            request = gate.Gate(dying, traffic)(dict(HTTP), _receive, send)
-            requests.append(asyncio.create_task(request))
-            await closed.get()
-        for each in requests:
-            each.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
-        return sent
-
-    sent = asyncio.run(scenario())
+    traffic.on_dead = lambda: closed.put_nowait(True)
+    requests = []
+    for _ in range(2):
+        request = gate.Gate(dying, traffic)(dict(HTTP), _receive, send)
+        requests.append(asyncio.create_task(request))
+        await closed.get()
+    for each in requests:
+        each.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
     assert [each["type"] for each in sent] == [each["type"] for each in before]
     assert len(calls) == 1

@@ -254,25 +254,20 @@ def test_hello_is_answered_by_the_gate():
 
 
 @pytest.mark.parametrize("ending", [Continuation.STATE, Continuation.NONE])
-def test_a_handover_leaves_the_streams_that_can_be_continued(ending):
+async def test_a_handover_leaves_the_streams_that_can_be_continued(ending):
     """One stream runs and one comes later: both say so behind whole groups, and are closed; others
     go on to their ends."""
-
-    async def scenario() -> Hop:
-        serving = Serving(output(5), output(6), output(7, finish="stop"), ending=ending)
-        serving.go_on = asyncio.Event()
-        found = Hop(serving)
-        first = asyncio.create_task(found.ask(b"{}", GATEWAYS))
-        await auntil(lambda: bool(found.sent), "the stream to begin")
-        await found.traffic.hand_over()
-        assert found.closed == (1 if ending is Continuation.STATE else 0)
-        serving.go_on.set()
-        await found.ask(b"{}", GATEWAYS)
-        await first
-        await found.traffic.hand_over()  # of streams that have ended nothing is left
-        return found
-
-    found = asyncio.run(scenario())
+    serving = Serving(output(5), output(6), output(7, finish="stop"), ending=ending)
+    serving.go_on = asyncio.Event()
+    found = Hop(serving)
+    first = asyncio.create_task(found.ask(b"{}", GATEWAYS))
+    await auntil(lambda: bool(found.sent), "the stream to begin")
+    await found.traffic.hand_over()
+    assert found.closed == (1 if ending is Continuation.STATE else 0)
+    serving.go_on.set()
+    await found.ask(b"{}", GATEWAYS)
+    await first
+    await found.traffic.hand_over()  # of streams that have ended nothing is left
     written = [each.get("body", b"") for each in found.sent]
     if ending is Continuation.STATE:
         assert found.closed == 2
