@@ -217,17 +217,13 @@ WRONG = st.fixed_dictionaries(
 ).filter(bool)
 
 
-def test_no_mad_offer_is_taken(recovering: Recovering):
+KINDS = st.lists(st.sampled_from([*MAD, "good", "good", "good"]), max_size=6)
+
+
+@settings(max_examples=EXAMPLES // 20 or 60, deadline=None)
+@given(kinds=KINDS, changes=WRONG)
+def test_no_mad_offer_is_taken(recovering: Recovering, kinds: list[str], changes: dict[str, Any]):
     """Goal: an offer with anything wrong costs its sender only. Method: right and wrong fields,
     descriptors of any kind and number."""
-
-    @settings(max_examples=EXAMPLES // 20 or 60, deadline=None)
-    @given(
-        kinds=st.lists(st.sampled_from([*MAD, "good", "good", "good"]), max_size=6),
-        changes=WRONG,
-    )
-    def run(kinds: list[str], changes: dict[str, Any]) -> None:
-        recovering.offer(kinds, dict(changes))
-        recovering.check()
-
-    run()
+    recovering.offer(kinds, dict(changes))
+    recovering.check()

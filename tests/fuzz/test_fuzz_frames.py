@@ -163,17 +163,13 @@ def test_server_survives_every_known_script(script: bytes, target: Target):
 
 
 @pytest.mark.slow
-def test_server_survives_any_script(target: Target):
+@on_a_server
+@given(script=scripts(GMS))
+def test_server_survives_any_script(target: Target, script: bytes):
     """Goal: bad input costs its sender only. Method: mutated frames over the socket; after each
     the server answers others, its epoch as before; at the end it has lost no descriptor."""
-
-    @on_a_server
-    @given(script=scripts(GMS))
-    def run(script: bytes) -> None:
-        target.send(script)
-        target.check()
-
-    run()
+    target.send(script)
+    target.check()
 
 
 def test_server_survives_frames_at_the_limits(target: Target):
