@@ -71,7 +71,7 @@ def test_program_that_cannot_run_ends_the_supervisor(
     assert "giving up" in told[-1].message
 
 
-def test_shortage_of_processes_is_waited_out_and_told_once(
+async def test_shortage_of_processes_is_waited_out_and_told_once(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ):
     """fork fails with EAGAIN, more often than a start may fail; then it does not: the device is
@@ -88,18 +88,13 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
 
     monkeypatch.setattr(subprocess, "Popen", fails)
     supervisor = one_device(directory)
-
-    async def scenario() -> int:
-        nonlocal is_over
-        running = asyncio.create_task(supervisor.run())
-        await auntil(lambda: supervisor.children[0].problem, "the problem to show")
-        assert "no process or thread" in str(supervisor.status()["devices"][0]["problem"])
-        is_over = True
-        await auntil(lambda: supervisor.children[0].served[0].is_responsive, "a server to answer")
-        os.kill(os.getpid(), signal.SIGTERM)
-        return await running
-
-    assert asyncio.run(scenario()) == 0
+    running = asyncio.create_task(supervisor.run())
+    await auntil(lambda: supervisor.children[0].problem, "the problem to show")
+    assert "no process or thread" in str(supervisor.status()["devices"][0]["problem"])
+    is_over = True
+    await auntil(lambda: supervisor.children[0].served[0].is_responsive, "a server to answer")
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 0
     told = [event for event in supervisor.log.kept_since(0) if event.type == "gms.cannot_start"]
     assert len(told) == 1
     assert supervisor.children[0].problem is None

@@ -151,7 +151,7 @@ def test_bad_requests_cost_their_connection_only(gms: GmsProcess, borrow: Borrow
     assert gms.status()["kv"]["holder"]["engine"] == "engine-1"
 
 
-def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
+async def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
     """Goal: one process serves a device, and each of its models stands alone. Method: one model's
     memory cannot be served; everything else is, and it is once it can be."""
     blocked = gms_socket(directory, "HOST-0.a")
@@ -162,21 +162,17 @@ def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
     supervisor = GmsSupervisor(
         directory, {"HOST-0": places}, lambda *_: words, http_host="127.0.0.1", http_port=0
     )
-
-    async def scenario() -> int:
-        running = asyncio.create_task(supervisor.run())
-        (child,) = supervisor.children
-        a, b = child.served
-        await auntil(lambda: b.is_responsive, "what can be served")
-        assert supervisor._startup().details == {"silent": ["HOST-0.a"], "problems": {}}
-        os.unlink(blocked)
-        await auntil(lambda: a.status()["kv"]["state"] == "empty", "the other model")
-        assert supervisor._startup().ok
-        assert child.restarter.restarts == 0
-        os.kill(os.getpid(), signal.SIGTERM)
-        return await running
-
-    assert asyncio.run(scenario()) == 0
+    running = asyncio.create_task(supervisor.run())
+    (child,) = supervisor.children
+    a, b = child.served
+    await auntil(lambda: b.is_responsive, "what can be served")
+    assert supervisor._startup().details == {"silent": ["HOST-0.a"], "problems": {}}
+    os.unlink(blocked)
+    await auntil(lambda: a.status()["kv"]["state"] == "empty", "the other model")
+    assert supervisor._startup().ok
+    assert child.restarter.restarts == 0
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 0
 
 
 # ---------------------------------------------------------------------- memory that is freed
