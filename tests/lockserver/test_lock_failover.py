@@ -75,11 +75,12 @@ def server_on(directory: str) -> ServerProcess:
     return server
 
 
-def test_full_disk_stops_no_grant_takeover_or_restart(disk):
+async def test_full_disk_stops_no_grant_takeover_or_restart(disk):
     """Goal: the state file, a seal, a socket and the guard never need space. Method: fill a tmpfs
     after the start, and again while the server is dead."""
 
-    async def scenario() -> None:
+    with contextlib.closing(server_on(str(disk.path))) as server:
+        server.start()
         async with (
             Engine(str(disk.path), "engine-0") as holder,
             Engine(str(disk.path), "engine-1") as next_,
@@ -99,10 +100,6 @@ def test_full_disk_stops_no_grant_takeover_or_restart(disk):
             await asyncio.to_thread(server.start)
             await auntil(lambda: server.lock()["state"] == "held", "the holder to be heard again")
             assert server.lock()["holder"]["token"] == 2
-
-    with contextlib.closing(server_on(str(disk.path))) as server:
-        server.start()
-        asyncio.run(scenario())
 
 
 SOCKET, GUARD, STATE = "lockserver.sock", "lockserver.lock", "lockserver.json"
@@ -144,7 +141,7 @@ async def test_second_server_in_an_emptied_directory_first_exits_and_grants_noth
 
 
 @pytest.mark.parametrize("how", ["moved", "removed"])
-def test_directory_replaced_while_held_the_server_exits_and_grants_nothing(pod_dir, how):
+async def test_directory_replaced_while_held_the_server_exits_and_grants_nothing(pod_dir, how):
     """Goal: the state of one directory is never written into another. Method: move (or remove) the
     directory and create a new one while a holder dies: the server exits with an error, nothing is
     granted, and the new directory is empty."""
@@ -153,27 +150,24 @@ def test_directory_replaced_while_held_the_server_exits_and_grants_nothing(pod_d
     server = ServerProcess(place)
     server.log_path = os.path.join(pod_dir, "log.txt")
 
-    async def scenario() -> None:
-        async with Engine(place, "engine-1") as standby:
-            await standby.stand_by()
-            server.suspend()  # it would put back what is missing before all of it is
-            if how == "moved":
-                os.rename(place, f"{place}.old")
-            else:
-                shutil.rmtree(place)
-            os.mkdir(place, 0o700)
-            os.kill(server.pid, signal.SIGCONT)
-            holder.signal(signal.SIGKILL, tree=True)
-            assert server.process is not None
-            assert await asyncio.to_thread(server.process.wait) == 1
-            server.process = None
-            assert standby.token() == 0
-            assert os.listdir(place) == []
-
     with contextlib.closing(server):
         server.start()
         with contextlib.closing(EngineProcess(place, "engine-0")) as holder:
             assert holder.granted() == 1
-            asyncio.run(scenario())
+            async with Engine(place, "engine-1") as standby:
+                await standby.stand_by()
+                server.suspend()  # it would put back what is missing before all of it is
+                if how == "moved":
+                    os.rename(place, f"{place}.old")
+                else:
+                    shutil.rmtree(place)
+                os.mkdir(place, 0o700)
+                os.kill(server.pid, signal.SIGCONT)
+                holder.signal(signal.SIGKILL, tree=True)
+                assert server.process is not None
+                assert await asyncio.to_thread(server.process.wait) == 1
+                server.process = None
+                assert standby.token() == 0
+                assert os.listdir(place) == []
     assert "[wire.path_replaced]" in server.log()
     assert "Traceback" not in server.log()

@@ -41,33 +41,32 @@ class PoolGateway(Gateway):
         return next((word for name, word in reversed(self.told) if name == model), None)
 
 
-def test_engines_of_two_models_are_active_at_once_and_each_model_fails_over_alone(pod_dir, server):
+async def test_engines_of_two_models_are_active_at_once_and_each_model_fails_over_alone(
+    pod_dir, server
+):
     """Goal: a model's locks exclude its own engines only. Method: two engines of one model and one
     of another want theirs; the first holder dies."""
-
-    async def scenario() -> None:
-        names = ("chat-0", "chat-1", "coder-0")
-        async with contextlib.AsyncExitStack() as stack:
-            first, second, other = [
-                await stack.enter_async_context(Engine(pod_dir, name, lock=f"active:{name[:-2]}"))
-                for name in names
-            ]
-            tokens = {await first.hold(), await other.hold()}
-            second.launch()
-            second.want("active:chat")
-            locks = await auntil(lambda: waiting(server.status()["locks"]), "the second to wait")
-            assert list(locks) == ["active:chat", "active:coder"]
-            queue = next(w for w in locks["active:chat"]["waits"] if w["reason"] == "queue")
-            assert "--lock active:chat --to chat-1" in queue["fix"]
-            first.reap()
-            first.relent()
-            assert await second.granted() > max(tokens) == 2  # one series
-            assert server.status()["locks"]["active:coder"]["holder"]["engine"] == "coder-0"
 
     def waiting(locks):
         return locks if locks["active:chat"]["waiters"] else None
 
-    asyncio.run(scenario())
+    names = ("chat-0", "chat-1", "coder-0")
+    async with contextlib.AsyncExitStack() as stack:
+        first, second, other = [
+            await stack.enter_async_context(Engine(pod_dir, name, lock=f"active:{name[:-2]}"))
+            for name in names
+        ]
+        tokens = {await first.hold(), await other.hold()}
+        second.launch()
+        second.want("active:chat")
+        locks = await auntil(lambda: waiting(server.status()["locks"]), "the second to wait")
+        assert list(locks) == ["active:chat", "active:coder"]
+        queue = next(w for w in locks["active:chat"]["waits"] if w["reason"] == "queue")
+        assert "--lock active:chat --to chat-1" in queue["fix"]
+        first.reap()
+        first.relent()
+        assert await second.granted() > max(tokens) == 2  # one series
+        assert server.status()["locks"]["active:coder"]["holder"]["engine"] == "coder-0"
 
 
 async def test_pod_is_ready_with_an_engine_of_any_model_and_metrics_name_the_models_locks(

@@ -109,20 +109,16 @@ async def test_switchover_is_requested_shown_counted_and_answered(pod_dir, start
         assert await metric('understudy_lock_switchover{lock="active"}') == "0.0"
 
 
-def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
+async def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
     """Goal: no descriptor survives a stop. Method: a server in this process, used and closed."""
-
-    async def scenario() -> None:
-        from lockserver.server.server import LockServer, LockSettings
-
-        server = LockServer(LockSettings(pod_dir))
-        await server.start()
-        async with Engine(pod_dir, "engine-0") as engine:
-            await engine.hold()
-        await server.close()
+    from lockserver.server.server import LockServer, LockSettings
 
     before = open_fds()
-    asyncio.run(scenario())
+    server = LockServer(LockSettings(pod_dir))
+    await server.start()
+    async with Engine(pod_dir, "engine-0") as engine:
+        await engine.hold()
+    await server.close()
     assert open_fds() == before
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -91,27 +91,22 @@ LEFTOVERS = 3000
 
 
 @pytest.mark.slow
-def test_lost_state_with_thousands_of_leftover_witnesses_does_not_starve_the_loop(
+async def test_lost_state_with_thousands_of_leftover_witnesses_does_not_starve_the_loop(
     pod_dir, start_server
 ):
     """Goal: scanning a crowded directory leaves the server time for other work. Method: as many
     leftovers as a long series of crashes leaves, no state file, and one witness held by a stopped
     engine: status is answered and engines queue; when it dies, the next one is granted the lock."""
     for number in range(LEFTOVERS):
-        with open(os.path.join(pod_dir, f"witness_old_{number:016x}"), "wb"):
-            pass
+        Path(pod_dir, f"witness_old_{number:016x}").touch()
     with spawn_backend(free_witness(pod_dir, new_incarnation("engine-0"))) as stranger:
         server = start_server()
         assert server.lock()["state"] == "recovering"
-
-        async def scenario() -> None:
-            async with Engine(pod_dir, "engine-1") as engine:
-                engine.launch()
-                engine.want("active")
-                await auntil(lambda: server.lock()["waiters"], "it to wait")
-                assert server.lock()["state"] == "recovering"
-                assert not server.lock()["waiters"][0]["silent"]
-                stranger.kill()
-                assert await engine.granted() == 2
-
-        asyncio.run(scenario())
+        async with Engine(pod_dir, "engine-1") as engine:
+            engine.launch()
+            engine.want("active")
+            await auntil(lambda: server.lock()["waiters"], "it to wait")
+            assert server.lock()["state"] == "recovering"
+            assert not server.lock()["waiters"][0]["silent"]
+            stranger.kill()
+            assert await engine.granted() == 2

@@ -46,7 +46,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_witness_held_by_a_stray_process_blocks_the_grant_and_names_it(
+async def test_witness_held_by_a_stray_process_blocks_the_grant_and_names_it(
     pod_dir, start_server, start_engine
 ):
     """Goal: every process that holds the witness counts, and operators are shown which one to kill.
@@ -57,7 +57,7 @@ def test_witness_held_by_a_stray_process_blocks_the_grant_and_names_it(
     stray = run(STRAY, os.path.join(pod_dir, witness.name_of(holder.incarnation)))
     assert stray.stdout.readline() == "in\n"
 
-    async def scenario() -> None:
+    try:
         async with Engine(pod_dir, "engine-1") as standby:
             await standby.stand_by()
             holder.signal(signal.SIGKILL, tree=True)
@@ -70,15 +70,12 @@ def test_witness_held_by_a_stray_process_blocks_the_grant_and_names_it(
             assert standby.token() == 0
             end(stray)
             assert await standby.granted() == 2
-
-    try:
-        asyncio.run(scenario())
     finally:
         end(stray)
 
 
 @pytest.mark.parametrize("is_granted", [False, True], ids=["sealed", "removed"])
-def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
+async def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
     pod_dir, start_server, start_engine, is_granted
 ):
     """Goal: a witness found free stays free. Method: a rank that is still starting when its tree is
@@ -89,7 +86,7 @@ def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
     path = os.path.join(pod_dir, witness.name_of(holder.incarnation))
     late = run(LATE, path)
 
-    async def scenario() -> None:
+    try:
         async with Engine(pod_dir, "engine-1") as standby:
             holder.signal(signal.SIGKILL, tree=True)
             await auntil(lambda: server.lock()["state"] == "free", "the lock to be free")
@@ -104,9 +101,6 @@ def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
             assert ("witness.replaced" if is_granted else "witness.sealed") in err
             standby.want("active")
             assert await standby.granted() == 2
-
-    try:
-        asyncio.run(scenario())
     finally:
         end(late)
 
