@@ -30,7 +30,7 @@ def test_signals_arrive_in_order_and_none_is_merged():
     assert got == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]
 
 
-def test_a_process_that_waited_once_is_killed_by_the_second_signal():
+async def test_a_process_that_waited_once_is_killed_by_the_second_signal():
     """Goal: a second SIGTERM ends it at once; method: a real process, signalled twice."""
     program = textwrap.dedent(
         """
@@ -48,15 +48,11 @@ def test_a_process_that_waited_once_is_killed_by_the_second_signal():
         run_async(main)
         """
     )
-
-    async def main():
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
-        )
-        assert await process.stdout.readline() == b"ready\n"
-        process.terminate()
-        assert await process.stdout.readline() == b"ended\n"
-        process.terminate()
-        return await process.wait()
-
-    assert asyncio.run(main()) == -signal.SIGTERM
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
+    )
+    assert await process.stdout.readline() == b"ready\n"
+    process.terminate()
+    assert await process.stdout.readline() == b"ended\n"
+    process.terminate()
+    assert await process.wait() == -signal.SIGTERM

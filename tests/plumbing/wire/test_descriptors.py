@@ -24,15 +24,11 @@ from plumbing.wire.frames import encode_frame
 from tests.helpers import auntil, descriptors_below, open_fds, room_for, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,
-    LOOPS,
     Echo,
     EchoHandler,
     ServerThread,
     on_loops,
-    run_on,
 )
-
-loops = pytest.mark.parametrize("loop", LOOPS)
 
 
 def _fds(count: int) -> list[OwnedFd]:
@@ -140,43 +136,38 @@ class _Busy:
         raise OSError(self.number, os.strerror(self.number))
 
 
-@loops
+@on_loops
 @pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.ENOMEM])
-def test_send_is_retried_while_the_kernel_is_busy(
-    loop: str, number: int, monkeypatch: pytest.MonkeyPatch
+async def test_send_is_retried_while_the_kernel_is_busy(
+    number: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: a frame waits while too many descriptors are in flight, or memory is short: the peer is
     not taken for gone; a connection that is closed meanwhile does not send. Method: the error three
     times, then forever."""
+    monkeypatch.setattr(unix_connection, "RETRY_S", 0.01)
+    ours, theirs = socket.socketpair()
+    conn = Connection(ours, CATALOGUE, EchoHandler())
+    send, left = sockets.send, [3]
 
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        conn = Connection(ours, CATALOGUE, EchoHandler())
-        send, left = sockets.send, [3]
+    def busy(sock: Any, *rest: Any) -> int:
+        if left[0]:
+            left[0] -= 1
+            sock = _Busy(number)
+        return send(sock, *rest)
 
-        def busy(sock: Any, *rest: Any) -> int:
-            if left[0]:
-                left[0] -= 1
-                sock = _Busy(number)
-            return send(sock, *rest)
-
-        monkeypatch.setattr(sockets, "send", busy)
-        conn.send(Echo("patience"), 1, _fds(1))
-        client = BlockingClient.from_socket(theirs, CATALOGUE)
-        reply = await asyncio.to_thread(client.receive)
-        assert reply.message == Echo("patience")
-        assert left == [0]
-        close_all(reply.fds)
-        left[0] = 1
-        conn.send(Echo("too late"), 1, _fds(1))
-        conn.close("enough")
-        client.close()
-        await asyncio.sleep(2 * connection_retry_s)
-        assert left == [0]
-
-    connection_retry_s = 0.01
-    monkeypatch.setattr(unix_connection, "RETRY_S", connection_retry_s)
-    run_on(loop, main())
+    monkeypatch.setattr(sockets, "send", busy)
+    conn.send(Echo("patience"), 1, _fds(1))
+    client = BlockingClient.from_socket(theirs, CATALOGUE)
+    reply = await asyncio.to_thread(client.receive)
+    assert reply.message == Echo("patience")
+    assert left == [0]
+    close_all(reply.fds)
+    left[0] = 1
+    conn.send(Echo("too late"), 1, _fds(1))
+    conn.close("enough")
+    client.close()
+    await asyncio.sleep(2 * unix_connection.RETRY_S)
+    assert left == [0]
 
 
 @on_loops
