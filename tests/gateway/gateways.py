@@ -131,8 +131,11 @@ class GatewayProcess:
                 self.process.wait()
 
 
-def command(directory: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return run_command([sys.executable, "-m", "gateway.cli", *words, "--dir", directory])
+def command(directory: str, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """It exits with `code`."""
+    done = run_command([sys.executable, "-m", "gateway.cli", *words, "--dir", directory])
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def ended(pid: int) -> bool:

@@ -157,10 +157,15 @@ class Bench:
         self.clients.append(client)
         return client
 
-    async def once(self, path: str = CHAT, document: Any = None, **headers: str) -> Answer:
-        """One request on a connection of its own."""
+    async def asking(self, path: str = CHAT, document: Any = None, **headers: str) -> Client:
+        """One that has sent a request."""
         client = await self.client()
         client.ask(path, document, **headers)
+        return client
+
+    async def once(self, path: str = CHAT, document: Any = None, **headers: str) -> Answer:
+        """One request on a connection of its own."""
+        client = await self.asking(path, document, **headers)
         try:
             return await client.answer()
         finally:

@@ -42,8 +42,7 @@ async def test_an_answer_without_a_stream_is_asked_again(bench):
 
         engine.routes[CHAT] = route
         await bench.grant(engine)
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
+        client = await bench.asking(CHAT, ASKED)
         await engine.died.wait()
         successor = await bench.engine("engine-1", token)
         bench.exchange.told(EngineGranted("engine-1", token, f"era-{token}"))
@@ -99,8 +98,7 @@ async def test_errors_of_a_living_engine_pass(bench):
 async def test_an_engines_garbage_costs_one_connection(bench, written):
     """Goal: the request is asked again, others are not disturbed."""
     engine = await bench.active(hold_after_groups=1)
-    other = await bench.client()
-    other.ask(CHAT, STREAM)
+    other = await bench.asking(CHAT, STREAM)
     await other.head()
 
     async def route(request, reply):

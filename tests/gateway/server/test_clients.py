@@ -25,8 +25,7 @@ from tests.helpers import auntil
 @scene()
 async def test_requests_of_all_shapes_follow_each_other_on_one_connection(bench):
     await bench.active()
-    client = await bench.client()
-    client.ask("/v1/models")
+    client = await bench.asking("/v1/models")
     assert (await client.answer()).status == 200
     client.ask(CHAT, STREAM)
     assert (await client.answer()).text() == wanted(STREAM)
@@ -90,8 +89,7 @@ async def test_a_body_over_the_engines_limit_is_refused_while_it_is_sent(bench):
 async def test_a_client_that_leaves_ends_its_request(bench, is_parked):
     """Goal: the engine's connection is closed at once; a parked request is forgotten."""
     engine = await bench.active(hold_after_groups=2)
-    client = await bench.client()
-    client.ask(CHAT, STREAM)
+    client = await bench.asking(CHAT, STREAM)
     await client.head()
     if is_parked:
         engine.die()
@@ -142,8 +140,7 @@ async def test_a_connection_on_which_requests_are_sent_ahead_ends_behind_the_fir
     """Goal: the first answer is whole, also if what is sent ahead never ends, and the client sees
     that it must send the others again. Method: with the first one, or while it is served."""
     engine = await bench.active(hold_after_groups=1)
-    client = await bench.client()
-    client.ask(CHAT, STREAM)
+    client = await bench.asking(CHAT, STREAM)
     if not is_at_once:
         await client.head()
     client.send(b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n" + b"POST / HTTP/1.1\r\nX: ")
@@ -182,8 +179,7 @@ async def test_deadlines(bench, monkeypatch):
     last. Method: all times are zero, and the sweep comes at once."""
     await bench.active()
     monkeypatch.setattr(client_module, "IDLE_S", 0.0)
-    idle = await bench.client()
-    idle.ask("/v1/models")
+    idle = await bench.asking("/v1/models")
     await idle.answer()
     assert await idle.rest() == b""
     half, slow = await bench.client(), await bench.client()
@@ -234,8 +230,7 @@ async def test_no_deadline_ends_a_stream_and_its_pause_is_filled_with_comments(b
     """Goal: an answer of ten minutes ends by itself alone. Method: many sweeps while it is parked,
     and every limit of time at a client's connection is zero."""
     dying = await bench.active(cut_after_groups=2)
-    client = await bench.client()
-    client.ask(CHAT, STREAM)
+    client = await bench.asking(CHAT, STREAM)
     await dying.died.wait()
     for name in ("IDLE_S", "HEAD_S", "BODY_GRACE_S", "LINGER_S", "STALLED_S"):
         monkeypatch.setattr(client_module, name, 0.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,6 +18,7 @@ from gateway.server import endpoints
 from gateway.server.endpoints import RequestLoad, page_of
 from pool.core.events import RefusedDoor, Running, ShutDoor
 from tests.gateway.server.harness import CHAT, Answer, Bench, scene
+from tests.gateway.server.test_limits import file_of_keys
 from tests.gateway.server.test_models import LANES, models_scene
 from tests.gateway.stub_engine import StubReply, StubRequest
 from tests.helpers import auntil
@@ -119,8 +119,7 @@ async def test_all_four_answer_before_any_engine_was_active_through_a_rest_and_a
     assert version(await bench.once("/version")) == "0.32.0"
     assert engine.accepted == asked
     bench.exchange.told(DoorSet())
-    client = await bench.client()
-    client.ask(CHAT, STREAM)
+    client = await bench.asking(CHAT, STREAM)
     await client.head()
     engine.die()
     bench.exchange.told(NobodyGranted("the engine has died"))
@@ -169,18 +168,12 @@ async def test_an_engine_that_does_not_give_its_page_delays_it_only_so_long(benc
         reply.head(status=404, length=0)
 
     engine = await bench.active(hold_after_groups=1)
-    client = await bench.client()
-    client.ask(CHAT, STREAM)
+    client = await bench.asking(CHAT, STREAM)
     await client.head()
     for route in (hang, refuse):
         engine.routes["/metrics"] = route
         assert await gauges(bench) == {("stub", "0"): [1.0, 0.0, 0.0]}
     client.close()
-
-
-def file_of_keys(directory: Path) -> str:
-    (directory / "keys").write_text("secret\n")
-    return str(directory / "keys")
 
 
 GUARDED = [
@@ -215,8 +208,7 @@ async def test_in_a_pool_each_model_has_its_own_gauges(models):
     for name, engine in models.engines.items():
         engine.routes["/metrics"] = page(name)
     await auntil(lambda: models.engines["chat"].accepted > 0, "chat to be greeted")
-    waiting = await bench.client()
-    waiting.ask(CHAT, {"model": "coder", **STREAM})
+    waiting = await bench.asking(CHAT, {"model": "coder", **STREAM})
     await auntil(lambda: len(models.demand("coder").tickets) == 1, "it to wait")
     asleep = models.engines["coder"].accepted
 

@@ -103,8 +103,7 @@ async def test_a_request_that_crosses_the_engines_close_is_sent_again_at_once(be
     """Method: the engine closes with the request unread, as the kernel shows."""
     engine, writer = await one_idle(bench)
     writer.transport.pause_reading()
-    client = await bench.client()
-    client.ask(CHAT, ASKED)
+    client = await bench.asking(CHAT, ASKED)
     await auntil(lambda: unread_bytes(writer) > len(BODY), "the request")
     writer.transport.abort()
     assert_whole(await client.answer())
@@ -142,8 +141,7 @@ async def test_a_request_that_was_read_is_not_sent_again_at_once(bench, no_break
         reply.abort()
 
     engine.routes[CHAT] = close
-    client = await bench.client()
-    client.ask(CHAT, ASKED)
+    await bench.asking(CHAT, ASKED)
     await closed(engine)
     await auntil(lambda: bench.load.waiting == 1, "the break")
     assert len(engine.requests) == 2

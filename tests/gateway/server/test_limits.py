@@ -4,7 +4,6 @@ Method: real sockets, a real limit of descriptors, real certificates.
 """
 
 import logging
-import os
 import ssl
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 
 from gateway.server import client as listener
 from tests.gateway.server.harness import CHAT, scene
-from tests.helpers import auntil, descriptors_below, open_fds
+from tests.gateway.server.test_answers import STREAM
+from tests.helpers import auntil, room_for
 from tests.plumbing.wire.certificates import Authority
-
-ASKED = {"messages": [], "max_tokens": 4}
-STREAM = {**ASKED, "stream": True}
 
 
 @scene()
@@ -42,11 +39,9 @@ async def test_a_new_client_takes_the_place_of_the_one_that_was_idle_longest(ben
 async def test_with_every_place_busy_new_clients_wait_in_the_backlog(bench, monkeypatch):
     monkeypatch.setattr(listener, "connections_max", lambda: 1)
     engine = await bench.active(hold_after_groups=1)
-    busy = await bench.client()
-    busy.ask(CHAT, STREAM)
+    busy = await bench.asking(CHAT, STREAM)
     await busy.head()
-    waiting = await bench.client()
-    waiting.ask("/v1/models")
+    waiting = await bench.asking("/v1/models")
     await auntil(lambda: bench.exchange.problem, "the limit to be shown")
     assert "the limit" in bench.exchange.problem
     engine.released.set()
@@ -58,24 +53,14 @@ async def test_with_every_place_busy_new_clients_wait_in_the_backlog(bench, monk
 @scene()
 async def test_accepting_without_descriptors_waits_and_retries(bench):
     await bench.active()
-    held = await bench.client()
-    held.ask("/v1/models")
+    held = await bench.asking("/v1/models")
     await held.answer()
     # The client's own socket takes the last descriptor, so none is left to accept it.
-    with descriptors_below(max(open_fds()) + 2):
-        filler = []
-        try:
-            while True:
-                filler.append(os.dup(0))
-        except OSError:
-            os.close(filler.pop())
-        late = await bench.client()
-        late.ask("/v1/models")
+    with room_for(1):
+        late = await bench.asking("/v1/models")
         await auntil(lambda: bench.exchange.problem, "the shortage to be shown")
         assert "open files" in bench.exchange.problem
         assert bench.exchange.accounts.limits["descriptors"]
-        for fd in filler:
-            os.close(fd)
     assert (await late.answer()).status == 200
 
 
@@ -144,8 +129,7 @@ async def test_tls(bench, authority):
         return dict(each[0] for each in client.writer.get_extra_info("peercert")["subject"])
 
     assert await ask() == {"commonName": "first"}
-    plain = await bench.client()
-    plain.ask("/v1/models")
+    plain = await bench.asking("/v1/models")
     assert b"200" not in await plain.rest()
     authority.issue("renewed", file="pod")
     assert bench.exchange.problem is None

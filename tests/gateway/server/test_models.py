@@ -149,8 +149,7 @@ async def test_a_deadline_and_a_full_queue(models):
     late = await models.bench.once(CHAT, body("chat"))
     assert (late.status, late.error()["code"]) == (503, "pool.not_awake")
     assert late.headers["retry-after"] == "1"
-    waiting = await models.bench.client()
-    waiting.ask(CHAT, body("coder"))
+    waiting = await models.bench.asking(CHAT, body("coder"))
     await auntil(lambda: models.demand("coder").tickets, "the request to wait")
     full = await models.bench.once(CHAT, body("coder"))
     assert (full.status, full.error()["code"]) == (429, "pool.queue_full")
@@ -168,8 +167,7 @@ async def test_priority_and_keep_alive_come_from_the_body_or_headers(models):
         (body("coder"), {"X_Understudy_Priority": "7", "X_Understudy_Keep_Alive": "-1"}),
     ]
     for document, headers in wishes:
-        client = await models.bench.client()
-        client.ask(CHAT, document, **headers)
+        await models.bench.asking(CHAT, document, **headers)
     await auntil(lambda: len(models.demand("coder").tickets) == 2, "both to wait")
     demand = models.demand("coder")
     assert sorted(ticket.priority for ticket in demand.tickets) == [2, 7]
@@ -202,8 +200,7 @@ async def test_what_becomes_of_each_request_is_counted_by_model(models):
     asked = asyncio.ensure_future(bench.once("/v1/embeddings", body()))
     await auntil(lambda: chat.requests, "the request to be asked")
     await models.turn("chat", "coder")
-    waiting = await bench.client()
-    waiting.ask(CHAT, body("chat"))
+    waiting = await bench.asking(CHAT, body("chat"))
     await auntil(lambda: len(models.demand("chat").tickets) == 2, "the request to wait")
     waiting.close()
     await auntil(lambda: len(models.demand("chat").tickets) == 1, "its client to be missed")

@@ -297,8 +297,7 @@ async def test_hostile_clients_disturb_nobody(bench):
         seen.update(re.findall(rb"(?:^|\n|\})HTTP/1\.1 (\d+) ", answers))
 
     engine = await bench.active(hold_after_groups=2)
-    held = await bench.client()
-    held.ask(CHAT, ASKED)
+    held = await bench.asking(CHAT, ASKED)
     await held.head()
     for _ in range(20):
         await asyncio.gather(*(hostile() for _ in range(10)))

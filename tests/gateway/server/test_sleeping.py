@@ -59,8 +59,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_visible_reason(bench, monk
     link.granted(engine.name, engine.token)
     await auntil(lambda: link.core.door, "the gateway to know that it sleeps")
     supervisor.refusal = "no memory"
-    client = await bench.client()
-    client.ask(CHAT, ASKED)
+    client = await bench.asking(CHAT, ASKED)
     await auntil(lambda: bench.load.waiting, "a request to wait")
     link.count()
     await auntil(lambda: link.problem == "no memory", "the refusal")

@@ -62,8 +62,7 @@ async def test_an_engine_dies_at_every_group(bench, cut_bytes):
         token += 1
         dying = await bench.engine(token=token, cut_after_groups=boundary, cut_bytes=cut_bytes)
         await bench.grant(dying)
-        client = await bench.client()
-        client.ask(CHAT, ASKED)
+        client = await bench.asking(CHAT, ASKED)
         await dying.died.wait()
         token += 1
         next_one = await bench.engine("engine-1", token)
@@ -134,8 +133,7 @@ async def test_a_zombie_reaches_nobody(bench):
     """Goal: bytes under an older token go nowhere. Method: the old engine holds its stream, the
     new one is granted, and the old one goes on; another engine answers with a token of its own."""
     zombie = await bench.active(hold_after_groups=2)
-    client = await bench.client()
-    client.ask(CHAT, ASKED)
+    client = await bench.asking(CHAT, ASKED)
     await client.head()
     await client.chunk()
     successor = await bench.engine("engine-1", 2)
@@ -147,8 +145,7 @@ async def test_a_zombie_reaches_nobody(bench):
     assert len(successor.requests) == 1
 
     successor.token = 3  # an impostor, from now on
-    client = await bench.client()
-    client.ask(CHAT, ASKED)
+    client = await bench.asking(CHAT, ASKED)
     await auntil(lambda: len(successor.requests) == 2, "the request to be sent")
     successor.token = 2
     assert_whole(await client.answer())
@@ -182,8 +179,7 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_end(bench):
     """Goal: no client takes half an answer for a whole one. Method: the successor has another
     model; a stream of class none."""
     dying = await bench.active(cut_after_groups=2)
-    client = await bench.client()
-    client.ask(CHAT, ASKED)
+    client = await bench.asking(CHAT, ASKED)
     await dying.died.wait()
     await bench.grant(await bench.engine("engine-1", 2, continuation_id="another"))
     answer = await client.answer()
