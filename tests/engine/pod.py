@@ -172,6 +172,12 @@ class Pod:
         self.engines.append(engine)
         return engine
 
+    def active(self, name: str, *switches: str, **how: Any) -> Engine:
+        """An engine that is active."""
+        engine = self.engine(name, *switches, **how)
+        engine.until("active")
+        return engine
+
     def start_lock(self) -> None:
         host, port = self.address
         command = [

@@ -49,8 +49,7 @@ def test_short_lived_helpers_are_no_deaths(pod, lock):
 def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
     """The model's main thread ends and another one lives on, so that its pidfd would never say so:
     a lifeline says it before the kernel cleans up, and here nothing else does."""
-    engine = pod.engine("e-0", "--grandchild", "joined", flags=QUICK)
-    engine.until("active")
+    engine = pod.active("e-0", "--grandchild", "joined", flags=QUICK)
     pids = engine.pids()
     os.kill(pids["model"], signal.SIGUSR1)
     until(lambda: not procfs.is_alive(pids["http"]), "the other process to be gone")
@@ -121,8 +120,7 @@ def is_free(path: str) -> bool:
 @pytest.mark.slow
 def test_no_descriptor_leaks_over_launches(pod, lock):
     """Eight rehearsed deaths: the supervisor comes back to the descriptors that it had before."""
-    engine = pod.engine("e-0", flags=QUICK)
-    engine.until("active")
+    engine = pod.active("e-0", flags=QUICK)
     # A question of ours may still be open at either end: far fewer than eight leaks would be.
     before = len(open_fds(engine.process.pid))
     for number in range(1, 9):
@@ -139,8 +137,7 @@ def test_engine_that_makes_tokens_lives_however_late_it_answers(pod, lock, direc
     tokens."""
     late, impatient = directory / "late", ("--answer-ms", "100", "--hang-ms", "300")
     switches = ("--answer-late-if", str(late), "--advance")
-    engine = pod.engine("e-0", *switches, flags=(*QUICK, *impatient))
-    engine.until("active")
+    engine = pod.active("e-0", *switches, flags=(*QUICK, *impatient))
     lock.call(lock.tell_standby, True)
     until(lambda: engine.status()["health"]["has_standby"], "the news of a standby")
     late.touch()

@@ -93,8 +93,7 @@ def test_departure_leaves_streams_where_the_next_engine_continues(
     """Goal: SIGTERM and `engine drain` are a pause where another engine can continue. Method: tell
     the engine of a standby that can or cannot, then each way to leave."""
     note = private.with_name("note")
-    engine = pod.engine("e-0", "--note-drain", str(note), flags=QUICK)
-    engine.until("active")
+    engine = pod.active("e-0", "--note-drain", str(note), flags=QUICK)
     lock.call(lock.tell_standby, True, continues)
     until(lambda: engine.status()["health"]["has_standby"], "the news of the standby")
     if leave == "sigterm":

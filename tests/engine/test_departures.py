@@ -48,8 +48,7 @@ def test_second_signal_kills_at_once(pod, lock):
     """A backend that never finishes draining: nobody can connect any more; the first SIGTERM waits,
     the second does not. One that comes in the same second is the first one again, from somebody
     else."""
-    engine = pod.engine("e-0", "--hang-at", "drain")
-    engine.until("active")
+    engine = pod.active("e-0", "--hang-at", "drain")
     pid = engine.pids()["http"]
     engine.terminate()
     engine.until("draining")
@@ -65,8 +64,7 @@ def test_engine_ends_after_the_command_that_asked_for_it(pod, lock, directory):
     """Goal: `kubectl exec … engine drain` exits with 0, although the end of the container kills it.
     Method: a client in its place, that stays; a second one, that never leaves."""
     for number in (1, 2):
-        engine = pod.engine("e-0")
-        engine.until("active")
+        engine = pod.active("e-0")
         with BlockingClient(engine_socket(str(directory), "e-0"), m.CONTROL) as client:
             client.request(m.LeaveMsg())
             assert client.receive(timeout_s=60).message == m.OkMsg("exited")
@@ -81,8 +79,7 @@ def test_engine_ends_after_the_command_that_asked_for_it(pod, lock, directory):
 def test_status_command_also_offline(pod, lock):
     """`engine status` asks the engine, then its state file, also of one that a signal has stopped,
     then reports that neither exists, and which engines there are."""
-    engine = pod.engine("e-0")
-    engine.until("active")
+    engine = pod.active("e-0")
 
     def ask(name: str) -> subprocess.CompletedProcess[str]:
         command = [*program("engine"), "status", "--dir", str(pod.directory), "--engine-id", name]
@@ -138,8 +135,7 @@ def test_broken_state_file_is_started_over(pod, lock, directory):
     """Half a state file: the engine starts without memory, says so, and writes a good one."""
     path = directory / "engine_e-0.json"
     path.write_text('{"schema": 1, "memo')
-    engine = pod.engine("e-0")
-    engine.until("active")
+    engine = pod.active("e-0")
     assert "starting without the saved state" in engine.errors.read_text()
     until(lambda: '"active"' in path.read_text(), "a good state file")
 

@@ -59,8 +59,7 @@ def switching(pod: Pod, to: str) -> Iterator[None]:
 def pair(pod: Pod, *switches: str, flags: tuple[str, ...] = ()) -> tuple[Engine, Engine]:
     """The first is active, the second stands by."""
     pod.start_lock()
-    one = pod.engine("e-0", *RESTS, *switches, flags=(*QUICK, *FOR_EVER, *flags))
-    one.until("active")
+    one = pod.active("e-0", *RESTS, *switches, flags=(*QUICK, *FOR_EVER, *flags))
     two = pod.engine("e-1", *RESTS, *switches, flags=(*QUICK, *FOR_EVER, *flags))
     two.until("standby")
     return one, two
@@ -166,8 +165,7 @@ def assert_no_repeats(words: list[EngineReportMsg]) -> None:
 def test_engine_rests_and_wakes_under_its_token_and_says_so(pod, lock):
     """Goal: rest in place. Method: to rest and back twice; the same connection hears of each
     change, the probes are a standby's, the lock is held all the time by the same processes."""
-    engine = pod.engine("e-0", *RESTS, flags=QUICK)
-    engine.until("active")
+    engine = pod.active("e-0", *RESTS, flags=QUICK)
     pids = engine.pids()
     with engine.client() as client:
         for _ in range(2):
@@ -199,8 +197,7 @@ def test_engine_says_so_when_its_last_request_has_ended(pod, lock):
     """Goal: a pool that was told of a request in flight hears of its end. Method: a backend that
     counts one while a file exists; nothing else about the engine changes."""
     busy = pod.directory / "busy"
-    engine = pod.engine("e-0", *RESTS, "--hang-generation-if", str(busy), flags=(*QUICK, *PATIENT))
-    engine.until("active")
+    engine = pod.active("e-0", *RESTS, "--hang-generation-if", str(busy), flags=(*QUICK, *PATIENT))
     busy.touch()
     with engine.client() as client:
         until(lambda: shall(client, None).in_flight == 1, "the request to be counted")
@@ -215,8 +212,7 @@ def test_engine_says_so_when_its_last_request_has_ended(pod, lock):
 def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory, lock):
     """Goal: who stood asleep stands asleep. Method: kill the supervisor of a resting engine; the
     next one is granted into rest, without a wake, and hands over from there."""
-    first = pod.engine("e-0", *RESTS, flags=QUICK)
-    first.until("active")
+    first = pod.active("e-0", *RESTS, flags=QUICK)
     with first.client() as client:
         shall(client, Tier.WARM)
         first.until("resting")
@@ -232,12 +228,9 @@ def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory
 
 def test_goal_that_cannot_be_is_refused(pod, lock):
     """Goal: a refusal names the reason, and changes nothing. Method: a backend that cannot."""
-    engine = pod.engine("e-0", flags=QUICK)
-    engine.until("active")
-    with engine.client() as client:
-        with pytest.raises(UnderstudyError) as refused:
-            client.request(m.SetGoalMsg(Tier.WARM, "a test"))
-        assert refused.value.code == "engine.cannot_rest"
+    engine = pod.active("e-0", flags=QUICK)
+    with engine.client() as client, pytest.raises(UnderstudyError, match=r"engine\.cannot_rest"):
+        client.request(m.SetGoalMsg(Tier.WARM, "a test"))
     with engine.client() as client:
         assert shall(client, None).goal is Tier.AWAKE
     assert engine.state == "active"

@@ -24,7 +24,7 @@ from engine.backends.process_memory import Room
 from gms.vmm.cuda import CudaMemory
 from gms.vmm.host import HUGE_BYTES, HostMemory
 from gms.vmm.interface import release_all
-from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.errors import InvariantError, UnderstudyError, WaitTimeoutError
 from tests.engine.pod import ROOT
 from tests.helpers import open_fds, until
 from tests.standin import build
@@ -142,23 +142,27 @@ def test_pool_is_filled_while_it_is_borrowed_and_not_after(addresses: KvRange):
     slab.release()
 
 
-@on_gpu
-def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: KvRange):
+@on_each
+def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(addresses: KvRange, device: str):
     """A new pool is zeroed, and what one wake writes the next one reads; between them nothing is
-    behind the addresses, and the owner has its memory."""
-    memory = CudaMemory(build.GPU_A)
-    slabs = [memory.create(size, "slab") for size in (4 * STEP, 2 * STEP)]
+    behind the addresses, and the owner has its memory. A part of a pool is refused."""
+    memory = HostMemory() if device == HOST else CudaMemory(build.GPU_A)
+    slabs = [memory.create(size, "slab") for size in (4 * STEP, addresses.pool_bytes - 4 * STEP)]
+    owned = used()
+    assert owned == (0 if device == HOST else addresses.pool_bytes)
     addresses.scratch()
     addresses.park()
-    assert sum(slab.size_bytes for slab in slabs) == addresses.pool_bytes == used()
     addresses.borrow(slabs, is_new=True)
     assert content(addresses) == {0}
     fill(addresses, 7)
     addresses.park()
-    assert (addresses.resident_bytes(), used()) == (0, 6 * STEP)
+    assert (addresses.resident_bytes(), used()) == (0, owned)
     addresses.borrow(slabs, is_new=False)
     assert content(addresses) == {7}
     addresses.park()
+    with pytest.raises(InvariantError, match="a pool of"):
+        addresses.borrow(slabs[:1], is_new=False)
+    assert addresses.resident_bytes() == 0
     release_all(slabs)
 
 
@@ -231,13 +235,7 @@ def test_full_device_is_a_sentence_and_still_parked(
     assert content(addresses) == {0}
 
 
-FAILURES = {
-    "second_create": "cuMemCreate:2:999",
-    "first_map": "cuMemMap:1:999",
-    "second_map": "cuMemMap:2:999",
-    "access": "cuMemSetAccess:1:999",
-    "clear": "cuMemsetD32_v2:1:999",
-}
+FAILURES = ("cuMemCreate:2", "cuMemMap:1", "cuMemMap:2", "cuMemSetAccess:1", "cuMemsetD32_v2:1")
 
 
 @on_gpu
@@ -246,7 +244,7 @@ def test_driver_that_fails_half_way_leaves_it_parked(
     addresses: KvRange, monkeypatch: pytest.MonkeyPatch, step: str
 ):
     """Each call of the wake fails once: nothing is held, and the next try works."""
-    monkeypatch.setenv("STANDIN_FAIL", FAILURES[step])
+    monkeypatch.setenv("STANDIN_FAIL", f"{step}:999")
     with pytest.raises(UnderstudyError, match=r"gms\.driver_failed"):
         addresses.take(0)
     monkeypatch.delenv("STANDIN_FAIL")

@@ -66,9 +66,7 @@ def accepts(pod: Pod) -> bool:
 @pytest.fixture
 def engine(pod, server) -> Engine:
     """engine-0, active, with two processes."""
-    made = pod.engine("engine-0", "--grandchild", "joined", flags=over_tcp(server.address, pod))
-    made.until("active")
-    return made
+    return pod.active("engine-0", "--grandchild", "joined", flags=over_tcp(server.address, pod))
 
 
 def test_serves_on_its_own_address_only_while_it_is_active(pod, server, loop):

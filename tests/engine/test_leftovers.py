@@ -40,9 +40,7 @@ def left(pod: Pod) -> int:
 
 
 def started(pod: Pod) -> Engine:
-    engine = pod.engine("e-0", "--leave-behind", flags=QUICK)
-    engine.until("active")
-    return engine
+    return pod.active("e-0", "--leave-behind", flags=QUICK)
 
 
 @pytest.mark.slow

@@ -41,8 +41,7 @@ kind.{method} = short
 def test_supervisor_that_has_used_up_its_descriptors_ends_and_an_init_restarts_it(pod, lock):
     """Goal: what can only be a leak of ours is not served on with. Method: lower the limit: exit
     code 75, one sentence, and no process of the backend is left."""
-    engine = pod.engine("e-0")
-    engine.until("active")
+    engine = pod.active("e-0")
     backend = engine.pids()["http"]
     resource.prlimit(engine.process.pid, resource.RLIMIT_NOFILE, (NONE, NONE))
     code = engine.wait()
@@ -81,8 +80,7 @@ def test_a_state_file_that_could_not_be_written_is_written_later(pod, lock, dire
     place when the engine becomes active; then that is removed."""
     path = directory / "engine_e-0.json"
     path.mkdir()
-    engine = pod.engine("e-0")
-    engine.until("active")
+    engine = pod.active("e-0")
     until(lambda: "cannot write" in str(engine.status()["problems"]), "the problem")
     path.rmdir()
     until(lambda: path.is_file() and '"active"' in path.read_text(), "the file")

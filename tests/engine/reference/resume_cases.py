@@ -40,9 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "end token": (COMPLETIONS, {**SEEDED, "logit_bias": {"257": 9, "261": 9}, "min_tokens": 5}),
     "end token ignored": (COMPLETIONS, {**SEEDED, "logit_bias": {"257": 8}, "ignore_eos": True}),
-    "presence penalty": (COMPLETIONS, {**GREEDY, "presence_penalty": 2}),
-    "frequency penalty": (COMPLETIONS, {**GREEDY, "frequency_penalty": 2}),
-    "repetition penalty": (COMPLETIONS, {**GREEDY, "repetition_penalty": 1.8}),
     "all penalties, seed": (
         CHAT,
         {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,22 +137,15 @@ class Pod:
         return read_stream(body), body
 
 
-@asynccontextmanager
-async def pod(directory: Path) -> AsyncIterator[Pod]:
-    tokenizer = Tokenizer.load(str(directory))
-    ends = (257, 261)
-    link = StubModel(str(directory))
-    ready = Ready(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
+def _run(model: Path, test: Callable[[Pod], Awaitable[None]]) -> None:
+    tokenizer, link = Tokenizer.load(str(model)), StubModel(str(model))
+    ready = Ready(1, 1, MAX_CONTEXT, 262, (257, 261), "epoch", {})
     served = ServedModel(("tiny",), tokenizer, link, ready, "engine-0", 7)  # type: ignore[arg-type]  # a stand-in
     served.is_behind_gateway = True
-    async with TestClient(TestServer(make_app(served))) as client:
-        yield Pod(served, link, client)
 
-
-def _run(model: Path, test: Callable[[Pod], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with pod(model) as engine:
-            await test(engine)
+        async with TestClient(TestServer(make_app(served))) as client:
+            await test(Pod(served, link, client))
 
     asyncio.run(main())
 

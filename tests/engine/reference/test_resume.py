@@ -25,6 +25,7 @@ def check_joined(whole: Stream, made: int, resumed: Stream) -> None:
         replayed, *groups = groups
         assert replayed.tokens == tuple(whole.tokens[:made])
         assert replayed.text == "".join(group.text for group in before)
+        assert str(replayed.events).count("'role'") == str(before).count("'role'")
         if made == len(whole.groups):
             assert replayed.events[-1] == before[-1].events[-1]  # the one with the finish reason
     assert groups == whole.groups[made:]

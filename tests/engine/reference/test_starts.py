@@ -77,8 +77,7 @@ async def test_client_that_leaves_frees_its_slot(
     is cut, and a whole answer without a client; then another request."""
     gms = GmsProcess(str(directory)).start()
     arguments = ("--model", str(model), "--slots", "1", "--token-interval-ms", "100")
-    engine = pod.engine("e-0", backend=("reference", *arguments))
-    engine.until("active")
+    engine = pod.active("e-0", backend=("reference", *arguments))
     long = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
     connector = aiohttp.UnixConnector(engine_http_socket(str(directory), "e-0"))
     async with aiohttp.ClientSession(connector=connector) as client:

@@ -146,9 +146,8 @@ def test_render_chat_gives_a_prompt_that_encodes_with_its_special_tokens(model: 
 
 def test_checkpoint_without_the_templates_tokens_has_no_chat():
     """Goal: no prompt in another model's format. Method: a tokenizer without its tokens."""
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"model\.no_chat_template"):
         SENTENCEPIECE.render_chat([ChatMessage("user", "x")])
-    assert caught.value.code == "model.no_chat_template"
 
 
 def test_load_tokenizer_damaged_is_one_sentence(model: Path, tmp_path: Any):
