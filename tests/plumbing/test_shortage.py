@@ -37,6 +37,7 @@ def test_other_errors_are_no_disks():
     memory = UnderstudyError("gms.device_full", "no memory", disk=False)
     assert not is_disk_fault(raised(errno.ENOSPC, memory))
     assert fault_report(UsageError("x.bad", "no"), "e").permanent
+    assert fault_report(RemoteError("gms.identity_mismatch", "no"), "e").permanent
     own = OSError(errno.ENOENT, "gone")
     own.__cause__ = own
     assert not is_disk_fault(own)

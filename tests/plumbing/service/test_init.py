@@ -184,13 +184,6 @@ def test_sigterm_during_the_back_off_prevents_the_restart(tmp_path, before):
         assert len(run.lives()) == 3
 
 
-@pytest.mark.parametrize("code", [0, 2, 69])
-def test_init_ends_with_the_code_of_a_program_that_no_restart_helps(tmp_path, code):
-    with running(tmp_path, "ready", f"exit={code}") as run:
-        assert run.process.wait(30) == code
-        assert len(run.lives()) == 1
-
-
 def test_other_signals_are_forwarded(tmp_path):
     with running(tmp_path, "ready") as run:
         run.life(0)
@@ -201,17 +194,23 @@ def test_other_signals_are_forwarded(tmp_path):
 REPLACEABLE = (init.REPLACEABLE,)
 
 
+def with_successor(run: Run) -> tuple[int, int]:
+    """The first one and its successor, after SIGHUP."""
+    first = run.life(0)
+    os.kill(run.pid, signal.SIGHUP)
+    until(lambda: len(run.lives()) == 2, "the successor")
+    (second,) = set(procfs.children(run.pid)) - {first}
+    return first, second
+
+
 def test_sighup_starts_a_successor_and_the_first_one_ends_by_itself(tmp_path, before):
     """Goal: replacing costs no life. Method: SIGHUP; both run; a second SIGHUP starts no third; the
     first one ends; then the successor is what init restarts."""
     with running(tmp_path, "ready", before=before, flags=REPLACEABLE) as run:
-        first = run.life(0)
-        os.kill(run.pid, signal.SIGHUP)
-        until(lambda: len(run.lives()) == 2, "the successor")
+        first, second = with_successor(run)
         assert run.replaced() == ["-", str(run.lives()[0][0])]
         os.kill(run.pid, signal.SIGHUP)
         until(lambda: "no replacement is started" in run.errors.read_text(), "the refusal")
-        (second,) = set(procfs.children(run.pid)) - {first}
         os.kill(first, signal.SIGTERM)
         until(lambda: procfs.children(run.pid) == [second], "the first one's end")
         os.kill(second, signal.SIGKILL)
@@ -224,10 +223,7 @@ def test_restart_of_a_successor_leaves_alone_what_finishes_beside_it(tmp_path, b
     """Goal: the death of the new one cuts no request of the old one. Method: kill the successor;
     the next one replaces the old one, which still runs; SIGTERM ends all."""
     with running(tmp_path, "ready", before=before, flags=REPLACEABLE) as run:
-        first = run.life(0)
-        os.kill(run.pid, signal.SIGHUP)
-        until(lambda: len(run.lives()) == 2, "the successor")
-        (second,) = set(procfs.children(run.pid)) - {first}
+        first, second = with_successor(run)
         os.kill(second, signal.SIGKILL)
         until(lambda: len(run.lives()) == 3, "the next successor")
         assert procfs.is_alive(first)

@@ -7,7 +7,6 @@ import asyncio
 import socket
 import ssl
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -295,58 +294,31 @@ async def test_tcp_cancelled_connect_leaves_nothing_open(tmp_path: Path):
 # ---------------------------------------------------------------------- strangers
 
 
-def _another_ca(place: Path, ca: Authority) -> tuple[Security, str, str]:
-    (place / "other").mkdir()
-    other = Authority(place / "other", "other").issue("engine-1")
-    return Security(other.cert, other.key, ca.path), "unable to get local issuer", "both sides need"
-
-
-def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security, str, str]:
-    (place / "other").mkdir()
-    good, other = ca.issue("engine-1"), Authority(place / "other", "other")
-    return (
-        Security(good.cert, good.key, other.path),
-        "each must trust",
-        "certificate is not trusted",
-    )
-
-
-def _expired(_: Path, ca: Authority) -> tuple[Security, str, str]:
-    return ca.issue("engine-1", age_days=5), "certificate has expired", "both sides need"
-
-
-def _not_yet_valid(_: Path, ca: Authority) -> tuple[Security, str, str]:
-    return ca.issue("engine-1", age_days=-5), "not yet valid", "both sides need"
-
-
-def _for_servers_only(_: Path, ca: Authority) -> tuple[Security, str, str]:
-    return ca.issue("engine-1", uses=("server",)), "certificate purpose", "both sides need"
-
-
-def _by_an_engine(_: Path, ca: Authority) -> tuple[Security, str, str]:
-    return ca.issue("engine-1", issuer="engine-0"), "not trusted", "both sides need"
+BOTH = "both sides need"
 
 
 @on_loops
 @pytest.mark.parametrize(
-    "made",
+    ("issuer", "trusted", "how", "server_says", "client_says"),
     [
-        _another_ca,
-        _its_ca_does_not_know_us,
-        _expired,
-        _not_yet_valid,
-        _for_servers_only,
-        _by_an_engine,
+        ("other", "ours", {}, "unable to get local issuer", BOTH),
+        ("ours", "other", {}, "each must trust", "certificate is not trusted"),
+        ("ours", "ours", {"age_days": 5}, "certificate has expired", BOTH),
+        ("ours", "ours", {"age_days": -5}, "not yet valid", BOTH),
+        ("ours", "ours", {"uses": ("server",)}, "certificate purpose", BOTH),
+        ("ours", "ours", {"issuer": "engine-0"}, "not trusted", BOTH),
     ],
 )
 async def test_tcp_stranger_is_refused_and_both_sides_know_the_reason(
-    made: Callable[..., tuple[Security, str, str]], tmp_path: Path
+    issuer, trusted, how, server_says, client_says, tmp_path: Path
 ):
     """Goal: each wrong certificate is refused before the service is called, and the
     client's own handler is not called either. Method: a table, with the errors of both sides."""
-    ca = Authority(tmp_path)
-    ours, friend = ca.issue("lockserver"), ca.issue("engine-0")
-    theirs, server_says, client_says = made(tmp_path, ca)
+    (tmp_path / "other").mkdir()
+    by_name = {"ours": Authority(tmp_path), "other": Authority(tmp_path / "other", "other")}
+    ours, friend = (by_name["ours"].issue(name) for name in ("lockserver", "engine-0"))
+    issued = by_name[issuer].issue("engine-1", **how)
+    theirs = Security(issued.cert, issued.key, by_name[trusted].path)
     handler, client = EchoHandler(), Client()
     async with serving(ours, handler) as (server, address):
         with pytest.raises(UnreachableError) as caught:
