@@ -32,8 +32,7 @@ def pod() -> Iterator[Pod]:
 
 def pair(pod: Pod, *switches: str) -> tuple[Engine, Engine]:
     """An active engine with these switches, and a standby."""
-    active = pod.engine("engine-0", "--rest", *switches, flags=QUICK)
-    active.until("active")
+    active = pod.active("engine-0", "--rest", *switches, flags=QUICK)
     standby = pod.engine("engine-1", "--rest", flags=QUICK)
     standby.until("standby")
     return active, standby

@@ -67,12 +67,10 @@ def test_gpus_and_host_memory_in_one_pool_are_refused(tmp_path: Path):
     mixed = POOL_FILE.replace("[HOST-0, 1]", "[HOST-0, GPU-12345678]").replace(
         "devices: [1]", "devices: [HOST-0]"
     )
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError, match=r"pool\.mixed_devices"):
         containers(tmp_path, mixed)
-    assert refused.value.code == "pool.mixed_devices"
 
 
 def test_model_that_is_nowhere_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError, match=r"pod\.no_model"):
         containers(tmp_path, POOL_FILE.replace("reference, model: .", "reference, model: /none"))
-    assert refused.value.code == "pod.no_model"

@@ -8,6 +8,7 @@ import re
 import socket
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -32,19 +33,24 @@ def test_what_the_last_pod_left_of_itself_is_no_part_of_the_next_one(directory: 
     assert {*os.listdir(directory)} == kept
 
 
-async def test_pod_is_announced_before_its_standby_is_ready(directory: Path, monkeypatch):
+@pytest.fixture
+def welcome(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Any]:
+    """What `up` has said, and what waits to say it."""
+    monkeypatch.setattr(pods, "ALONE_AFTER_S", 0.0)
+    containers, lines = LocalPod(directory, Path("/m")).containers(), list[str]()
+    runner = PodRunner([], directory / "log")
+    return lines, lambda: pods.say_welcome(directory, containers, runner, lines.append)
+
+
+async def test_pod_is_announced_before_its_standby_is_ready(directory, welcome, monkeypatch):
     """Goal: `up` waits without a deadline and never ends a pod that serves. Method: a pod whose
     standby is dead; one whose lock server does not say the address yet, until it does."""
-    lines: list[str] = []
-    monkeypatch.setattr(pods, "ALONE_AFTER_S", 0.0)
+    lines, say = welcome
     async with FakePod(directory) as pod:
         pod.states["engine-1"] = "dead"
         document = pod.document
         monkeypatch.setattr(pod, "document", lambda name: document(name) | {"service": {}})
-        containers = LocalPod(directory, Path("/m")).containers()
-        runner = PodRunner([], directory / "log")
-        say = lines.append
-        saying = asyncio.create_task(pods.say_welcome(directory, containers, runner, say))
+        saying = asyncio.create_task(say())
         await asyncio.wait({saying}, timeout=0.3)
         assert not saying.done()
         monkeypatch.setattr(pod, "document", document)
@@ -55,20 +61,16 @@ async def test_pod_is_announced_before_its_standby_is_ready(directory: Path, mon
 
 
 async def test_pod_that_no_request_wakes_is_announced_without_its_models_name(
-    directory: Path, monkeypatch
+    directory, welcome, monkeypatch
 ):
     """Method: an engine that fell asleep with `--wake manual` before its standby was ready."""
-    lines: list[str] = []
-    monkeypatch.setattr(pods, "ALONE_AFTER_S", 0.0)
+    lines, say = welcome
     async with FakePod(directory) as pod:
         pod.states["engine-0"] = "resting"
         rest = {"rest": {"wake": "manual", "engine": {"state": "resting"}}}
         document = pod.document
         monkeypatch.setattr(pod, "document", lambda name: document(name) | rest)
-        containers = LocalPod(directory, Path("/m")).containers()
-        await pods.say_welcome(
-            directory, containers, PodRunner([], directory / "log"), lines.append
-        )
+        await say()
     said = "\n".join(lines)
     assert "engine-0 is asleep" in said
     assert "understudy wake --dir" in said

@@ -87,6 +87,5 @@ async def test_address_of_another_pod_is_refused(directory: Path):
     """Method: answers with a token that the pod's lock has not granted."""
     async with FakePod(directory) as pod, Outside(pod.port) as outside:
         outside.token = "7"
-        with pytest.raises(UnderstudyError) as refused:
+        with pytest.raises(UnderstudyError, match=r"drill\.other_pod"):
             await drilled(directory, outside_target(url(outside)))
-        assert refused.value.code == "drill.other_pod"

@@ -58,7 +58,6 @@ SILENT_POD = Moment(120.0, "pod-1", "silent")  # of which no process was touched
 # What each rule finds: a drill without a finding, and what is done to its records.
 FAULTS = [
     ("refused", of_engines, add(replace(ANSWER, end=End.REFUSED, status=0))),
-    ("refused", of_pool, add(of_model("a", status=503, text="", text_ms=[]))),
     ("wrong_tokens", of_engines, add(served(2, sent=150, first=151, text="hellO"))),
     ("wrong_tokens", of_pool, add(of_model("b", text="HELLO"))),
     ("doubled_tokens", of_pool, add(DOUBLED)),
@@ -69,11 +68,9 @@ FAULTS = [
     ("lost", of_pool, add(of_model("a", status=500, text="", token=None))),
     ("lost_in_flight", of_engines, add(replace(CUT, token=1))),
     ("broken_streams", of_engines, add(replace(CUT, token=1))),
-    ("broken_streams", of_pool, add(of_model("a", end=End.CUT, text="hel"))),
     ("cut", of_pool, add(POOL_CUT)),
     ("cut", of_pool, add(of_model("a", status=503, text="", detail='{"code": "pool.cut"}'))),
     ("hung", of_engines, add(replace(ANSWER, end=End.HUNG))),
-    ("hung", of_pool, add(of_model("a", end=End.HUNG))),
     ("starved", of_engines, lambda records: records.exchanges.clear()),
     ("starved", of_pool, lambda records: records.exchanges.pop()),
     ("kills", of_memory, lambda records: records.kills.pop()),
@@ -83,7 +80,6 @@ FAULTS = [
     ("not back", of_pool, lambda records: records.kills.append(Kill("pool", model="a"))),
     ("lost_in_flight", of_fleet, add(stream(90, 101, text="he", end=End.CUT))),
     ("refused", of_fleet, add(replace(ANSWER, end=End.REFUSED, status=0, sent_ms=101.0))),
-    ("wrong_tokens", of_fleet, add(stream(90, 101, text="heXlo"))),
     ("false_deaths", of_fleet, lambda records: records.moments.append(SILENT_POD)),
     ("false_deaths", of_fleet, lambda records: setattr(records.kills[0], "killed_ms", 120.0)),
     ("not back", of_fleet, lambda records: setattr(records.kills[0], "back_ms", None)),
