@@ -156,28 +156,23 @@ async def test_a_parked_engine_that_falls_silent_is_reported_dead(alone: World, 
     ("token", "logprob", "what"),
     [(5, float("nan"), "nan"), (5, float("inf"), "inf"), (5, 0.5, "0.5"), (100, -1.0, "100")],
 )
-def test_an_invalid_token_fails_the_canary_and_is_reported(alone, token, logprob, what):
+async def test_an_invalid_token_fails_the_canary_and_is_reported(alone, token, logprob, what):
     """Goal: damaged weights do not serve, and their epoch is distrusted; nor does an engine that
     fails its trial become a standby. Method: numbers that no sound model gives. A positive number
     is none of a log-probability, but may be a logit."""
     engine, backend = alone.engine, alone.backend
-
-    async def scenario():
-        await backend.prepare()
-        assert (await backend.run_canary()).ok
-        engine.token, engine.logprob = token, logprob
-        return await backend.run_canary()
-
-    canary = asyncio.run(scenario())
+    await backend.prepare()
+    assert (await backend.run_canary()).ok
+    engine.token, engine.logprob = token, logprob
+    canary = await backend.run_canary()
     assert not canary.ok
     assert what in canary.detail
     assert engine.asked[-1] == ("understudy_distrust", canary.detail)
-    with pytest.raises(UnderstudyError) as error:
-        asyncio.run(alone.made().prepare())
-    assert error.value.code == "vllm.trial_failed"
+    with pytest.raises(UnderstudyError, match=r"vllm\.trial_failed"):
+        await alone.made().prepare()
     engine.model_config.logprobs_mode = "raw_logits"
     is_number = math.isfinite(logprob) and token < 100
-    assert (asyncio.run(generate_one(engine, "r")) is None) == is_number
+    assert (await generate_one(engine, "r") is None) == is_number
 
 
 # ---------------------------------------------------------------------- KV memory that is lent
@@ -264,7 +259,7 @@ async def test_a_rest_past_its_budget_aborts_requests(world: World, what: str):
 
 
 @pytest.mark.parametrize("what", ["requests", "core", "rank"])
-def test_an_engine_that_is_not_parked_everywhere_fails_and_holds_on(
+async def test_an_engine_that_is_not_parked_everywhere_fails_and_holds_on(
     world: World, what: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: such an incarnation ends: it does not say `rested`, and still holds its serving file.
@@ -275,21 +270,18 @@ def test_an_engine_that_is_not_parked_everywhere_fails_and_holds_on(
     async def sleep(level: int, mode: str) -> None:
         engine.in_flight = 1 if what == "requests" else 0
 
-    async def scenario() -> str:
-        await world.awake()
-        monkeypatch.setattr(engine, "sleep", sleep)
-        refused = {"code": "vllm.not_parked", "problem": "it cannot"}
-        if what == "core":
-            engine.core = refused
-        if what == "rank":
-            engine.answers["understudy_rest"][0] |= refused
-        with pytest.raises(UnderstudyError) as found:
-            await world.backend.rest(BUDGET_S, keep_kv=False)
-        assert world.is_held()
-        return found.value.code
-
+    await world.awake()
+    monkeypatch.setattr(engine, "sleep", sleep)
+    refused = {"code": "vllm.not_parked", "problem": "it cannot"}
+    if what == "core":
+        engine.core = refused
+    if what == "rank":
+        engine.answers["understudy_rest"][0] |= refused
+    with pytest.raises(UnderstudyError) as found:
+        await world.backend.rest(BUDGET_S, keep_kv=False)
+    assert world.is_held()
     code = "vllm.rest_in_flight" if what == "requests" else "vllm.not_parked"
-    assert asyncio.run(scenario()) == code
+    assert found.value.code == code
 
 
 def test_an_order_to_wake_for_a_token_that_is_over_takes_nothing(world: World):

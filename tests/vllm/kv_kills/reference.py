@@ -23,6 +23,7 @@ from engine.kv.layout import index_bytes
 from engine.messages import Counts
 from gms.client import BEGUN, KvClaim, borrow_pool
 from gms.messages import NO_ERA
+from tests.engine.reference.support import load
 
 DEVICE = "HOST-0"
 DEADLINE_S = 30.0
@@ -36,15 +37,8 @@ class ParkedReference:
     def __init__(self, model: str, directory: str, engine: str) -> None:
         self._directory, self._engine = directory, engine
         checkpoint = open_checkpoint(model)
-        config = self._config = checkpoint.config
-        memory: dict[str, memoryview] = {}
-
-        def place(name: str, nbytes: int, shape: tuple[int, ...], dtype: str) -> memoryview:
-            memory[name] = memoryview(bytearray(nbytes))
-            return memory[name][:]
-
-        checkpoint.load_into(place, lambda done, total: None)
-        self._leader = Peers()
+        config, memory = checkpoint.config, load(checkpoint)
+        self._config, self._leader = config, Peers()
         self._decoder = Decoder(config, weights_from(config, memory.__getitem__), self._leader)
         slots_bytes = KVCache.bytes_needed(config, SLOTS, CONTEXT)
         kv_bytes = slots_bytes + KVCache.bytes_needed(config, BLOCKS, BLOCK_TOKENS)
