@@ -5,18 +5,14 @@ Method: the files as text, also the one that is built nowhere here.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-from tests.deploy.container_image import _fetch_packages
 from tests.deploy.manifests import DEPLOY, PODS, ROOT, pod_spec
-from tests.helpers import free_port
 
 CONTAINERFILES = {
     path.name: path.read_text() for path in sorted((DEPLOY / "container").glob("Containerfile.*"))
@@ -51,14 +47,3 @@ def test_image_gets_what_the_project_depends_on(name: str, text: str):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [each for extra in EXTRAS[name] for each in project["optional-dependencies"][extra]]
     assert said.stdout.splitlines() == [*project["dependencies"], *extras]
-
-
-def test_image_without_an_index_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """pip itself says that a package has no version, whatever it could not reach."""
-    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{free_port()}/simple")
-    with pytest.raises(RuntimeError, match="set PIP_INDEX_URL"):
-        _fetch_packages(tmp_path)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, PODS, ROOT, containers, labels, workload
-from tests.e2e.pods import Pod, PodHome, in_pod, make_model
+from tests.e2e.pods import Pod, home_with, in_pod
 from tests.helpers import auntil, run_command
 from tests.pool.neighbours import MIB, World, pool_process
 from tests.pool.test_pool_process import FILE as POOL_FILE
@@ -46,11 +44,7 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in rules()["groups"] for rule in group["rules"]]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
-    model = make_model(tmp_path_factory.mktemp("m") / "model")
-    with closing(PodHome(tmp_path_factory.mktemp("pod"), model)) as found:
-        yield found
+home = home_with()
 
 
 # ------------------------------------------------------------------ the files by themselves

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.pods import PodHome, make_model
+from tests.e2e.pods import home_with, make_model
 
 
 @pytest.fixture(scope="session")
@@ -17,8 +15,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("e2e") / "model")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
-    """A pod that every test of a module leaves complete."""
-    with closing(PodHome(tmp_path_factory.mktemp("pod"), model)) as found:
-        yield found
+home = home_with()

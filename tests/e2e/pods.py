@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lockserver.client import messages as lock_messages
 from plumbing.pod.observers import PeerWatch
 from plumbing.pod.paths import LOCKSERVER_SOCKET
@@ -393,6 +395,18 @@ def _readers(device: Mapping[str, Any]) -> set[tuple[str, int]]:
 
 def make_model(directory: Path, shape: Sequence[str] = ()) -> Path:
     return asyncio.run(make_random_model(directory, shape))
+
+
+def home_with(**how: Any) -> Any:
+    """A fixture: a pod with a model of its own, which every test of a module leaves complete."""
+
+    @pytest.fixture(scope="module")
+    def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
+        base = tmp_path_factory.mktemp("pod")
+        with contextlib.closing(PodHome(base, make_model(base / "model"), **how)) as found:
+            yield found
+
+    return home
 
 
 @contextmanager

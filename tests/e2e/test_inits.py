@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from plumbing.service.procfs import parent
-from tests.e2e.pods import Load, Pod, PodHome, in_pod
+from tests.e2e.pods import Load, Pod, home_with, in_pod
 from tests.e2e.processes import Processes
 from tests.freezer import Throttle, freezer_of
 from tests.helpers import auntil
@@ -20,12 +19,7 @@ from tests.helpers import auntil
 STANDSTILL_S = 8.0
 THROTTLED_S = 15.0
 SHARE = 0.05
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
-    with closing(PodHome(tmp_path_factory.mktemp("inits"), model, has_inits=True)) as found:
-        yield found
+home = home_with(has_inits=True)
 
 
 def init_of(pod: Pod, name: str) -> int:

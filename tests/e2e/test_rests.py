@@ -8,24 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.pods import Pod, PodHome, in_pod
+from tests.e2e.pods import Pod, home_with, in_pod
 from tests.helpers import POLL_S
 
 DEADLINE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
-    """A pod whose engine rests after a second."""
-    environment = {"UNDERSTUDY_SLEEP_AFTER": "1s"}
-    with closing(PodHome(tmp_path_factory.mktemp("pod"), model, env=environment)) as found:
-        yield found
+home = home_with(env={"UNDERSTUDY_SLEEP_AFTER": "1s"})
 
 
 async def rests(pod: Pod) -> str:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
-import pytest
-
-from tests.e2e.pods import PodHome, make_model
+from tests.e2e.pods import home_with
 
 # A restarted lock server calls a silent holder unresponsive after this; it changes nothing else.
 WINDOW_MS = 300
@@ -18,10 +13,5 @@ SILENT_MS = 2000
 HOLD_MS = 600_000
 
 
-@pytest.fixture(scope="package")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
-    base = tmp_path_factory.mktemp("fault")
-    limits = {"WINDOW_MS": WINDOW_MS, "SILENT_MS": SILENT_MS, "HOLD_MS": HOLD_MS}
-    env = {f"UNDERSTUDY_{name}": str(limit) for name, limit in limits.items()}
-    with closing(PodHome(base, make_model(base / "model"), env=env)) as found:
-        yield found
+LIMITS = {"WINDOW_MS": WINDOW_MS, "SILENT_MS": SILENT_MS, "HOLD_MS": HOLD_MS}
+home = home_with(env={f"UNDERSTUDY_{name}": str(limit) for name, limit in LIMITS.items()})

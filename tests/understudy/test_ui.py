@@ -8,8 +8,8 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ from aiohttp import web
 
 from plumbing.service.hosts import bind
 from tests.browser import Tab, needs_chromium, tab
-from tests.e2e.pods import Pod, PodHome, in_pod, make_model
+from tests.e2e.pods import Pod, home_with, in_pod
 from tests.e2e.processes import kill
 from tests.lockserver.processes import ServerProcess
 from understudy.ui.server import PAGE, Hub, application
@@ -35,11 +35,7 @@ CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((ca
         [term.textContent, term.nextSibling.textContent]))]))"""
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
-    model = make_model(tmp_path_factory.mktemp("ui") / "model")
-    with closing(PodHome(tmp_path_factory.mktemp("pod"), model)) as found:
-        yield found
+home = home_with()
 
 
 @asynccontextmanager
