@@ -29,11 +29,9 @@ WITH_CLAIM = ("fleet", "single-gpu", "tp2", "tp8", "two-shadows", "pool")
 ON_HOST_MEMORY = ("cpu", "fleet-cpu", "pool-cpu", NODES)
 LOCK_POD = f"{NODES}:understudy-lockserver"
 FRONTS = tuple(f"{name}:understudy-front" for name in FLEETS)
-PODS = (
-    *OVERLAYS,
-    LOCK_POD,
-    *FRONTS,
-)  # each pod that is made; an overlay's own is that of the engines
+# Each pod that is made; an overlay's own is that of the engines.
+PODS = (*OVERLAYS, LOCK_POD, *FRONTS)
+OF_PODS = ("Deployment", "StatefulSet")
 KUBECTL_MIN = (1, 28)
 INIT, REPLACEABLE = "understudy-init", "--replaceable"
 POD_INDEX = "apps.kubernetes.io/pod-index"
@@ -65,17 +63,19 @@ def _parsed(overlay: str) -> list[Document]:
 
 
 def one(pod: str, kind: str, name: str | None = None) -> Document:
+    return one_of(documents(pod), kind, name)
+
+
+def one_of(found: list[Document], kind: str, name: str | None = None) -> Document:
     """The object of this kind, and of this name where there are several."""
-    found = [each for each in documents(pod) if each["kind"] == kind]
-    if name is not None:
-        found = [each for each in found if each["metadata"]["name"] == name]
-    (document,) = found
+    of_kind = (each for each in found if each["kind"] == kind)
+    (document,) = (each for each in of_kind if name in (None, each["metadata"]["name"]))
     return document
 
 
 def workloads(pod: str) -> list[Document]:
     """What makes pods in the overlay that `pod` is of."""
-    return [each for each in documents(pod) if each["kind"] in ("Deployment", "StatefulSet")]
+    return [each for each in documents(pod) if each["kind"] in OF_PODS]
 
 
 def workload(pod: str) -> Document:
@@ -91,6 +91,12 @@ def labels(made: Document) -> list[dict[str, str]]:
     if made["kind"] != "StatefulSet":
         return [own]
     return [own | {POD_INDEX: str(number)} for number in range(made["spec"]["replicas"])]
+
+
+def selects(spec: Document, pod: str) -> bool:
+    """Whether the selector of a Service or of a policy means this pod."""
+    selector = spec["podSelector"]["matchLabels"] if "podSelector" in spec else spec["selector"]
+    return all(selector.items() <= each.items() for each in labels(workload(pod)))
 
 
 def pod_spec(pod: str) -> Document:
@@ -189,6 +195,12 @@ def render(place: Path, kustomization: str) -> list[Document]:
     )
     assert said.returncode == 0, said.stderr.decode()
     return list(yaml.safe_load_all(said.stdout))
+
+
+def using(overlay: str, *components: str) -> str:
+    """An overlay of a user's own: one of ours with components."""
+    names = ", ".join(f"../deploy/components/{each}" for each in components)
+    return f"resources: [../deploy/overlays/{overlay}]\ncomponents: [{names}]\n"
 
 
 def of_program(overlay: str, program: str) -> list[Document]:

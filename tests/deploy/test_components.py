@@ -16,6 +16,7 @@ from tests.deploy.manifests import (
     FLEETS,
     IN_ONE_POD,
     NODES,
+    OF_PODS,
     OVERLAYS,
     WITH_CLAIM,
     Document,
@@ -23,19 +24,15 @@ from tests.deploy.manifests import (
     documents,
     labels,
     needs_kubectl,
+    one_of,
     pod_spec,
     render,
+    using,
 )
 from tests.deploy.test_manifests import references, selectors
 
 VERSIONS = ["1.34", kubernetes_validate.latest_version()]
 OF_CLAIMS = ("exclusive-gpu", "tainted-gpu")
-OF_PODS = ("Deployment", "StatefulSet")
-
-
-def using(overlay: str, *components: str) -> str:
-    names = ", ".join(f"../deploy/components/{each}" for each in components)
-    return f"resources: [../deploy/overlays/{overlay}]\ncomponents: [{names}]\n"
 
 
 @needs_kubectl
@@ -44,7 +41,7 @@ def test_components_of_claims_change_nothing_else(own: Path, overlay: str):
     """Goal: a GPU of one's own, kept while a drain runs. Method: the rendered claim;
     what is left without the two fields is the overlay."""
     found = render(own, using(overlay, *OF_CLAIMS))
-    (claim,) = (each for each in found if each["kind"] == "ResourceClaimTemplate")
+    claim = one_of(found, "ResourceClaimTemplate")
     (request,) = claim["spec"]["spec"]["devices"]["requests"]
     (selector,) = request["exactly"].pop("selectors")
     assert "device.allowMultipleAllocations" in selector["cel"]["expression"]

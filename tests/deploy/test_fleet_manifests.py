@@ -17,12 +17,14 @@ from tests.deploy.manifests import (
     Document,
     containers,
     environment,
-    labels,
     needs_kubectl,
     of_program,
     one,
+    one_of,
     pod_spec,
     render,
+    selects,
+    using,
     words,
     workload,
 )
@@ -47,28 +49,22 @@ def ports(container: Document) -> dict[str, int]:
     return {each["name"]: each["containerPort"] for each in container["ports"]}
 
 
-def selects(document: Document, pod: str) -> bool:
-    spec = document["spec"]
-    selector = spec["podSelector"]["matchLabels"] if "podSelector" in spec else spec["selector"]
-    return all(selector.items() <= each.items() for each in labels(workload(pod)))
-
-
 @each_fleet
 def test_clients_reach_fronts_and_fronts_reach_pods_ready_or_not(fleet: str):
     """Goal: the restart of a standby takes no pod away. Method: whom the Services select, and where
     the name that a front looks up leads."""
-    clients, names = (one(fleet, "Service", f"understudy{end}") for end in ("", "-pods"))
+    clients, names = (one(fleet, "Service", f"understudy{end}")["spec"] for end in ("", "-pods"))
     assert selects(clients, front_of(fleet))
     assert not selects(clients, fleet)
-    assert "publishNotReadyAddresses" not in clients["spec"]
+    assert "publishNotReadyAddresses" not in clients
     assert selects(names, fleet)
     assert not selects(names, front_of(fleet))
-    assert (names["spec"]["clusterIP"], names["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    assert (names["clusterIP"], names["publishNotReadyAddresses"]) == ("None", True)
 
     front, pod = gateway_of(front_of(fleet)), gateway_of(fleet)
     said = settings(front_of(fleet), front)
     hop = ports(pod)["hop"]
-    assert PodNames(said["pods"])._names == [(names["metadata"]["name"], hop)]
+    assert PodNames(said["pods"])._names == [("understudy-pods", hop)]
     assert said["listen"] == f"0.0.0.0:{ports(front)['http']}"
     assert settings(fleet, pod)["hop"] == f"0.0.0.0:{hop}"
 
@@ -76,15 +72,15 @@ def test_clients_reach_fronts_and_fronts_reach_pods_ready_or_not(fleet: str):
 @each_fleet
 def test_nobody_but_fronts_reaches_a_pod(fleet: str):
     """And Prometheus, as everywhere."""
-    policy = one(fleet, "NetworkPolicy", "understudy")
+    policy = one(fleet, "NetworkPolicy", "understudy")["spec"]
     assert selects(policy, fleet)
-    rule, _ = policy["spec"]["ingress"]
+    rule, _ = policy["ingress"]
     assert rule["ports"] == [{"port": "hop"}]
     ((source, allowed),) = rule["from"][0].items()
     assert source == "podSelector"
     assert len(rule["from"]) == 1
-    assert selects({"spec": {"podSelector": allowed}}, front_of(fleet))
-    assert not selects({"spec": {"podSelector": allowed}}, fleet)
+    assert selects({"podSelector": allowed}, front_of(fleet))
+    assert not selects({"podSelector": allowed}, fleet)
 
 
 @each_fleet
@@ -140,11 +136,7 @@ def test_front_is_forgotten_before_it_refuses_and_finishes_its_streams(fleet: st
 def test_front_of_an_instance_asks_the_pods_of_that_instance(own: Path):
     """Goal: a name prefix reaches the front's arguments, which Kustomize does not know."""
     found = render(own, "resources: [../deploy/overlays/fleet]\nnamePrefix: chat-\n")
-    (made,) = (
-        each
-        for each in found
-        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "chat-understudy-front")
-    )
+    made = one_of(found, "Deployment", "chat-understudy-front")
     (front,) = made["spec"]["template"]["spec"]["containers"]
     assert {"name": "PODS", "value": "chat-understudy-pods"} in front["env"]
     assert "chat-understudy-pods" in {each["metadata"]["name"] for each in found}
@@ -155,13 +147,7 @@ def test_front_of_an_instance_asks_the_pods_of_that_instance(own: Path):
 @pytest.mark.parametrize("overlay", ["pool", "tp8"])
 def test_component_makes_a_fleet_of_other_pods(own: Path, overlay: str):
     """Every engine leaves with its pod, however many there are."""
-    text = f"resources: [../deploy/overlays/{overlay}]\n"
-    found = render(own, f"{text}components: [../deploy/components/fleet]\n")
-    (made,) = (
-        each["spec"]
-        for each in found
-        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "understudy")
-    )
+    made = one_of(render(own, using(overlay, "fleet")), "Deployment", "understudy")["spec"]
     assert made["replicas"] == 2
     leaving = of_program("fleet", "engine")[0]["lifecycle"]
     engines = made["template"]["spec"]["containers"]

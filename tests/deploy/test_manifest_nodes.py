@@ -27,28 +27,26 @@ from tests.deploy.manifests import (
     LOCK_POD,
     MONITORING,
     NODES,
+    OF_PODS,
     OVERLAYS,
     Document,
     block,
     containers,
     documents,
     environment,
-    labels,
     needs_kubectl,
     of_program,
     one,
     pod_spec,
     render,
+    selects,
+    using,
     words,
     workload,
 )
 from tests.deploy.test_manifests import PROGRAMS
 
 FILES = ("tls.crt", "tls.key", "ca.crt")
-
-
-def engines() -> list[Document]:
-    return [each for each in containers(NODES) if each["command"][0] == "engine"]
 
 
 class Settled(Exception):
@@ -90,8 +88,7 @@ def test_only_engines_reach_the_port_of_the_lock():
     """Goal: strangers are kept out twice. Method: the policy's rules, and the port that each is
     about."""
     policy = one(NODES, "NetworkPolicy", "understudy-lockserver")["spec"]
-    lock_pod = labels(workload(LOCK_POD))[0]
-    assert policy["podSelector"]["matchLabels"].items() <= lock_pod.items()
+    assert selects(policy, LOCK_POD)
     assert policy["policyTypes"] == ["Ingress"]
     about_lock = [
         rule
@@ -101,10 +98,9 @@ def test_only_engines_reach_the_port_of_the_lock():
     (rule,) = about_lock
     assert [port["port"] for port in rule["ports"]] == ["lock"]
     (source,) = rule["from"]
-    allowed = source["podSelector"]["matchLabels"]
     assert set(source) == {"podSelector"}
-    assert all(allowed.items() <= each.items() for each in labels(workload(NODES)))
-    assert not allowed.items() <= lock_pod.items()
+    assert selects(source, NODES)
+    assert not selects(source, LOCK_POD)
     (other,) = (rule for rule in policy["ingress"] if rule not in about_lock)
     assert other["from"] == MONITORING
     assert [port["port"] for port in other["ports"]] == ["lockserver"]
@@ -171,7 +167,7 @@ def test_requests_go_to_the_pod_whose_engine_is_active():
     port = probe["tcpSocket"]["port"]
     ids = []
     for index in range(workload(NODES)["spec"]["replicas"]):
-        for container in engines():
+        for container in of_program(NODES, "engine"):
             config = settings(NODES, container, index)
             assert config["service_address"] == f"0.0.0.0:{port}"
             ids.append(config["engine_id"])
@@ -219,8 +215,7 @@ def test_certificates_of_a_manager_in_place_of_ones_own(
     """Goal: the component leaves no Secret, and what is in its place fits. Method: render it with
     ours; each pod's volume is of a certificate that the manager issues, for the names that are
     checked."""
-    text = f"resources: [../deploy/overlays/{overlay}]\n"
-    found = render(own, f"{text}components: [../deploy/components/{component}]\n")
+    found = render(own, using(overlay, component))
     assert not [each for each in found if each["kind"] == "Secret"]
     made = [each["spec"] for each in found if each["kind"] == "Certificate"]
     issued = {each["secretName"].removeprefix("understudy-"): each for each in made}
@@ -228,14 +223,15 @@ def test_certificates_of_a_manager_in_place_of_ones_own(
     volumes = [
         volume["secret"]
         for each in found
-        if each["kind"] in ("Deployment", "StatefulSet")
+        if each["kind"] in OF_PODS
         for volume in each["spec"]["template"]["spec"]["volumes"]
         if "secret" in volume
     ]
     assert {each["secretName"].removeprefix("understudy-") for each in volumes} == {*names}
     assert {each["defaultMode"] for each in volumes} == {0o400}
     if overlay == NODES:
-        address = TcpAddress.parse(settings(NODES, engines()[0])["lockserver_socket"])
+        engine, _ = of_program(NODES, "engine")
+        address = TcpAddress.parse(settings(NODES, engine)["lockserver_socket"])
         assert address.host in issued["lock-server"]["dnsNames"]
     else:
         assert issued["fleet-pod"]["dnsNames"] == [POD]

@@ -51,6 +51,7 @@ from tests.deploy.manifests import (
     one,
     pod_spec,
     pool_file,
+    selects,
     words,
     workload,
     workloads,
@@ -190,8 +191,7 @@ def test_strangers_reach_the_service_port_and_no_other(overlay: str):
     serving = f"{overlay}:understudy-front" if overlay in FLEETS else overlay
     name = serving.partition(":")[2] or "understudy"
     policy = one(overlay, "NetworkPolicy", name)["spec"]
-    made = labels(workload(serving))
-    assert all(policy["podSelector"]["matchLabels"].items() <= each.items() for each in made)
+    assert selects(policy, serving)
     assert policy["policyTypes"] == ["Ingress"]
     clients, monitoring = policy["ingress"]
     assert clients == {"ports": [{"port": "http"}]}
