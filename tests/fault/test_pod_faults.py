@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.pods import Pod, in_pod
+from tests.e2e.pods import Pod, home_with, in_pod
 from tests.e2e.processes import Processes, kill
 from understudy.status.gather import part_of, status_of
 
+# A restarted lock server calls a silent holder unresponsive after this; it changes nothing else.
+WINDOW_MS = 300
+# An engine without a heartbeat for this long is skipped and reported; four heartbeats, so that one
+# that waits for a CPU is not.
+SILENT_MS = 2000
+# Longer than the test: clients in the backlog must be answered by an engine.
+HOLD_MS = 600_000
+LIMITS = {"WINDOW_MS": WINDOW_MS, "SILENT_MS": SILENT_MS, "HOLD_MS": HOLD_MS}
+home = home_with(env={f"UNDERSTUDY_{name}": str(limit) for name, limit in LIMITS.items()})
 STATUS_ASKED = 20  # after the window: how many times the check must see no grant
 
 
