@@ -21,11 +21,10 @@ from gms.manifest import SLABS_MAX
 from gms.vmm.host import HostAllocation, HostMemory
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.fds import OwnedFd
-from tests.gms.bench import IDENTITY, ClientProcess, GmsProcess
+from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import open_fds
 
-Start = Callable[..., ClientProcess]
 PAGE = HostMemory.granularity_bytes
 libc = ctypes.CDLL(None, use_errno=True)
 

@@ -16,7 +16,7 @@ from tests.helpers import auntil, free_port
 from tests.lockserver.engines import Engine, HearingClient, running
 from tests.lockserver.gateways import Gateway
 
-A, B = "a" * 16, "b" * 16
+A = "a" * 16
 
 
 def grant(token: int, era: str, lock: str = "active") -> GrantedMsg:

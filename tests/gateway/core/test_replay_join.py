@@ -15,8 +15,6 @@ from gateway.core.replay import TOKEN_MAX, Replay, ReplayMismatch, Rewriter, Tra
 from gateway.core.replay_join import Joined, events_in
 from tests.gateway.core.model import KINDS, Play
 
-OLD = {"id": "m-old", "created": 11, "tool": "call-old"}
-
 
 def run_of(kind: str, seed: int, prompt: str = "p", **options) -> bytes:
     play = Play(kind, prompt, 20, random.Random(seed), **options)
