@@ -18,22 +18,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
-import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.test_fleet_network import FAST, PROMPTS, NetworkFleet, made_namespaces, why_not
-from understudy import host
+from tests.figures import Figures, document, report
 from understudy.drill.clients import clock, send
-from understudy.drill.outcomes import classify
-from understudy.drill.records import Exchange, Prompt
+from understudy.drill.outcomes import classify, spread
+from understudy.drill.records import Exchange, Outcome, Prompt
 from understudy.host import output_of
 from understudy.pod.table import program
 from understudy.status.gather import part_of, status_of
@@ -43,12 +41,6 @@ SEEN_MS = 3000.0  # after a pod is cut off
 CLIENTS, LOSS, LOOPS_PER_CPU = 4, 0.01, 2  # of a busy fleet
 LEAVE_WITHIN_S = 90.0
 SPIN = (sys.executable, "-c", "while True: pass")
-
-
-def spread(values_ms: Sequence[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values_ms, n=100, method="inclusive")
-    named = {"p50": cuts[49], "p99": cuts[98], "max": max(values_ms)}
-    return {name: round(value, 1) for name, value in named.items()}
 
 
 def gaps_ms(answer: Exchange, begin_ms: float, end_ms: float) -> list[float]:
@@ -62,7 +54,7 @@ def outcomes(answers: Sequence[Exchange], fleet: NetworkFleet) -> dict[str, int]
     return Counter(str(classify(each, fleet.expected)) for each in answers)
 
 
-async def cut_offs(base: Path, count: int) -> dict[str, Any]:
+async def cut_offs(base: Path, count: int) -> Figures:
     pauses_ms: list[float] = []
     with made_namespaces(2) as namespaces:
         fleet = NetworkFleet(base, namespaces, *FAST)
@@ -88,7 +80,7 @@ async def cut_offs(base: Path, count: int) -> dict[str, Any]:
     return {"count": count, "paused": len(pauses_ms), "pause_ms": spread(pauses_ms)}
 
 
-async def busy_s(base: Path, for_s: float) -> dict[str, Any]:
+async def busy(base: Path, for_s: float) -> Figures:
     answers: list[Exchange] = []
     with made_namespaces(2) as namespaces:
         fleet = NetworkFleet(base, namespaces, *FAST)
@@ -109,10 +101,8 @@ async def busy_s(base: Path, for_s: float) -> dict[str, Any]:
                     number += CLIENTS
 
             await asyncio.gather(*map(client, range(CLIENTS)))
-            document, load = (
-                await status_of(part_of(fleet.directory, "gateway")),
-                os.getloadavg()[0],
-            )
+            front = await status_of(part_of(fleet.directory, "gateway"))
+            load = os.getloadavg()[0]
         finally:
             for process in loops:
                 process.kill()
@@ -123,12 +113,12 @@ async def busy_s(base: Path, for_s: float) -> dict[str, Any]:
         "load_1min": load,
         "answers": outcomes(answers, fleet),
         "longest_gap_ms": spread([max(gaps_ms(each, 0, 1e18), default=0) for each in answers]),
-        "losses": document["losses"],
+        "losses": front["losses"],
         "silent": (fleet.log / "front.log").read_text().count("→ silent"),
     }
 
 
-async def rollout_s(base: Path, for_s: float) -> dict[str, Any]:
+async def rollout(base: Path, for_s: float) -> Figures:
     body = {**PROMPTS[0].body, "max_tokens": TOKENS}
     prompts = [
         Prompt(str(number), "/v1/completions", {**body, "prompt": f"Scene {number}:"})
@@ -155,7 +145,7 @@ async def rollout_s(base: Path, for_s: float) -> dict[str, Any]:
                 await fleet.runner.restart(pod)
                 await fleet.all_ready()
             answers = await asyncio.gather(*running)
-            document = await status_of(part_of(fleet.directory, "gateway"))
+            front = await status_of(part_of(fleet.directory, "gateway"))
         finally:
             await alone.runner.stop()
             await fleet.runner.stop()
@@ -171,32 +161,27 @@ async def rollout_s(base: Path, for_s: float) -> dict[str, Any]:
         "interval_ms": 1000 * for_s / TOKENS,
         "lasted_s": round((max(each.ended_ms for each in answers) - answers[0].sent_ms) / 1000),
         "answers": outcomes(answers, fleet),
-        "moves": document["moves"],
-        "losses": document["losses"],
+        "moves": front["moves"],
+        "losses": front["losses"],
         "leave_ms": [round(end - begin) for begin, end in windows],
         "gap_ms": spread(meanwhile),
         "gap_before_ms": spread(before),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.e2e.fleet_figures")
-    group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--cut-offs", type=int)
-    group.add_argument("--busy-s", type=float)
-    group.add_argument("--rollout-s", type=float)
-    sizes = vars(parser.parse_args())
-    if why := why_not():
-        sys.exit(why)
-    ((measure, size),) = [
-        (measure, sizes[measure.__name__])
-        for measure in (cut_offs, busy_s, rollout_s)
-        if sizes[measure.__name__]
-    ]
-    with tempfile.TemporaryDirectory(prefix="fleet-figures-") as base:
-        found = asyncio.run(measure(Path(base), size))
-    print(json.dumps({measure.__name__.removesuffix("_s"): found, "machine": host.machine()}))
+async def measured(name: str, size: Any, base: Path) -> Figures:
+    figures = await {"cut_offs": cut_offs, "busy": busy, "rollout": rollout}[name](base, size)
+    problems = [each for each in figures.get("answers", ()) if each != Outcome.OK]
+    return document({name: figures}, problems)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.fleet_figures")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--cut-offs", type=int, dest="cut_offs")
+    group.add_argument("--busy-s", type=float, dest="busy")
+    group.add_argument("--rollout-s", type=float, dest="rollout")
+    ((name, size),) = ((name, it) for name, it in vars(parser.parse_args()).items() if it)
+    if why := why_not():
+        sys.exit(why)
+    report(partial(measured, name, size))
