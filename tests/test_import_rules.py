@@ -367,13 +367,13 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_205,
     "lockserver": 5_895,
-    "gms": 8_425,
+    "gms": 8_430,
     "engine": 15_765,
     "gateway": 10_215,
     "pool": 6_650,
     "understudy": 7_725,
     "hack": 5_705,
-    "tests": 61_100,
+    "tests": 61_125,
 }
 
 

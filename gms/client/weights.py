@@ -50,6 +50,7 @@ PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
 # a while (the server tries again every second).
 COMMIT_TIMEOUT_S = 120.0
 RETRY_S = 0.05  # a server is restarted in half a second
+NOT_COMMITTED = "gms.not_committed"  # what one says of an epoch that died with the one before
 # How long a load waits for a copy whose server has died: it is restarted in half a second, and
 # its holder hands it back. If it is gone, this is what the load takes longer.
 COPY_BACK_S = 5.0
@@ -362,7 +363,9 @@ class Writer(WeightsSession):
         reader.is_author = restaged_from is None
         if not is_answered:
             with contextlib.ExitStack() as stack:
-                stack.callback(reader.close)
+                # The addresses of weights that come back stay reserved for another try.
+                is_back = restaged_from is not None
+                stack.callback((lambda: reader.leave().close()) if is_back else reader.close)
                 _resolve_doubt(reader, self._on_wait)
                 stack.pop_all()
         return reader
@@ -394,7 +397,7 @@ def _round_up(value: int, multiple: int) -> int:
 def _resolve_doubt(reader: Reader, on_wait: OnWait) -> None:
     """Ask the next service whether the epoch was committed; it takes the memory back if so.
 
-    Only `gms.not_committed` ends the doubt. Any other failure may succeed the next time, and giving
+    Only `NOT_COMMITTED` ends the doubt. Any other failure may succeed the next time, and giving
     up could lose a published epoch: this process may be all that holds it.
     """
     end, reported = time.monotonic() + COMMIT_TIMEOUT_S, ""
@@ -405,7 +408,7 @@ def _resolve_doubt(reader: Reader, on_wait: OnWait) -> None:
             reader.was_committed = True
             return
         except UnderstudyError as error:
-            is_lost = isinstance(error, RemoteError) and error.code == "gms.not_committed"
+            is_lost = isinstance(error, RemoteError) and error.code == NOT_COMMITTED
             if is_lost or time.monotonic() > end:
                 raise
             if error.message != reported:
@@ -550,8 +553,10 @@ class Offloaded:
             try:
                 self.reader.remap(max(0.0, end - time.monotonic()), self.copy)
                 break
-            except UnreachableError as error:
-                if time.monotonic() + RETRY_S > end:
+            except (UnreachableError, RemoteError) as error:
+                # A service that died after the copy and before its commit has lost that alone.
+                may_repeat = isinstance(error, UnreachableError) or error.code == NOT_COMMITTED
+                if not may_repeat or time.monotonic() + RETRY_S > end:
                     raise
                 on_wait(f"the weights are not restored yet: {error.message}")
                 time.sleep(RETRY_S)

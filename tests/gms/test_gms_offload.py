@@ -175,6 +175,29 @@ def test_device_server_that_dies_while_weights_leave_takes_their_copy(
 
 
 @host_only
+def test_service_that_dies_before_it_commits_what_comes_back_costs_another_copy(
+    gms: GmsProcess, copies: Copies, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: an engine that wakes lives through a death of the memory service at any moment. Method:
+    SIGKILL in the place of the commit, so nobody knows whether it was heard."""
+    requested = weights.Writer._request_commit
+
+    def killed(writer: weights.Writer, commit: msg.CommitMsg) -> bool:
+        monkeypatch.setattr(weights.Writer, "_request_commit", requested)
+        gms.kill()
+        gms.start()
+        return False
+
+    with patterned(gms) as reader:
+        digest, address = reader.digest(), reader.address("b")
+        gone = away(gms, copies, reader)
+        monkeypatch.setattr(weights.Writer, "_request_commit", killed)
+        gone.restage(20)
+        assert (reader.digest(), reader.address("b")) == (digest, address)
+        assert gms.status()["restages_total"] == 1
+
+
+@host_only
 def test_copy_of_other_bytes_is_replaced_and_never_stands_for_the_weights(
     gms: GmsProcess, host: GmsProcess, copies: Copies
 ):
