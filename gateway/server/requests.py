@@ -137,7 +137,7 @@ class HttpRequest:
     passing: str | None = None  # of a front: the continuation id that it needs,
     journal: bytes = b""  # which sends a journal behind the body: the value of its header
     body_bytes: int = 0  # without a front's journal,
-    journal_tokens: int = 0  # which has so many
+    journal_tokens: int = 0  # of that journal
     _members: tuple[BodyMembers, str] | None = None
     number: int = 0
     model: str = ""  # "" without a pool

@@ -179,7 +179,7 @@ def test_service_that_dies_before_it_commits_what_comes_back_costs_another_copy(
     gms: GmsProcess, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: an engine that wakes lives through a death of the memory service at any moment. Method:
-    SIGKILL in the place of the commit, so nobody knows whether it was heard."""
+    SIGKILL in place of the commit; the engine cannot tell whether the service received it."""
     requested = weights.Writer._request_commit
 
     def killed(writer: weights.Writer, commit: msg.CommitMsg) -> bool:
